@@ -184,6 +184,24 @@ class Block:
 
 
 @dataclass(frozen=True)
+class StoredBlock:
+    """A block as the study keeps it: whose it is, and which one.
+
+    `repetition` numbers the blocks of one candidate at one level in one role, from 0; in confirmation it is the pair's
+    index. `order` is the block's place among all blocks of the study, by time.
+    """
+
+    id: int
+    candidate_id: str
+    launch_id: int
+    concurrency: int
+    role: Role
+    repetition: int
+    order: int
+    block: Block
+
+
+@dataclass(frozen=True)
 class Pair:
     """A baseline block and a candidate block of the same level, adjacent in time.
 
