@@ -1,0 +1,121 @@
+"""The server's own counters, read from its Prometheus page around a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one engine names its counters.
+
+    `generated` is None where the engine counts tokens only when a request ends (SGLang), which says nothing about a
+    window. Accept length is 1 + accepted / steps, or emitted / steps where `emitted` is counted instead.
+    """
+
+    engine: str
+    generated: str | None
+    steps: str
+    accepted: str | None = None
+    emitted: str | None = None
+
+
+DIALECTS = (
+    Dialect(
+        "engine",
+        generated="engine_generated_tokens_total",
+        steps="engine_spec_verify_steps_total",
+        accepted="engine_spec_accepted_tokens_total",
+    ),
+    Dialect(
+        "vllm",
+        generated="vllm:generation_tokens_total",
+        steps="vllm:spec_decode_num_drafts_total",
+        accepted="vllm:spec_decode_num_accepted_tokens_total",
+    ),
+    Dialect(
+        "sglang",
+        generated=None,
+        steps="sglang:spec_verify_calls_total",
+        emitted="sglang:generation_tokens_total",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Counter values by name, summed over their labels (ranks, models), read between two instants."""
+
+    asked_ns: int
+    answered_ns: int
+    values: Mapping[str, float]
+
+    @property
+    def at_ns(self) -> int:
+        """The middle of the reading."""
+        return (self.asked_ns + self.answered_ns) // 2
+
+
+def parse_snapshot(page: bytes, asked_ns: int, answered_ns: int) -> Snapshot | None:
+    """The counters this project knows on a Prometheus page; None when there is none, or it is no such page."""
+    known = {name for d in DIALECTS for name in (d.generated, d.steps, d.accepted, d.emitted) if name}
+    values: dict[str, float] = {}
+    try:
+        for family in text_string_to_metric_families(page.decode("utf-8", "replace")):
+            for sample in family.samples:
+                if sample.name in known:
+                    values[sample.name] = values.get(sample.name, 0.0) + float(sample.value)
+    except ValueError:
+        return None
+    return Snapshot(asked_ns, answered_ns, values) if values else None
+
+
+@dataclass(frozen=True)
+class CounterDelta:
+    """What the server counted between two snapshots. None: it does not count that."""
+
+    start_ns: int
+    end_ns: int
+    uncertain_s: float
+    generated: float | None
+    steps: float | None
+    accepted: float | None
+    emitted: float | None
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens per verify step and request (drafts + 1); None when nothing was drafted or it is not told."""
+        if not self.steps:
+            return None
+        if self.accepted is not None:
+            return 1.0 + self.accepted / self.steps
+        return None if self.emitted is None else self.emitted / self.steps
+
+
+def delta(before: Snapshot | None, after: Snapshot | None) -> CounterDelta | None:
+    """The difference of two snapshots; None when one is missing or a counter went back (the server restarted)."""
+    if before is None or after is None:
+        return None
+    changes = {name: value - before.values.get(name, 0.0) for name, value in after.values.items()}
+    if any(change < 0 for change in changes.values()):
+        return None
+    dialect = next((d for d in DIALECTS if d.steps in changes or (d.generated and d.generated in changes)), None)
+    if dialect is None:
+        return None
+    uncertain_ns = (before.answered_ns - before.asked_ns) + (after.answered_ns - after.asked_ns)
+
+    def change(name: str | None) -> float | None:
+        return changes.get(name) if name else None
+
+    return CounterDelta(
+        start_ns=before.at_ns,
+        end_ns=after.at_ns,
+        uncertain_s=uncertain_ns / 2e9,
+        generated=change(dialect.generated),
+        steps=change(dialect.steps),
+        accepted=change(dialect.accepted),
+        emitted=change(dialect.emitted),
+    )

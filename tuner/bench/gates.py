@@ -1,0 +1,164 @@
+"""When a block does not count. Every limit of the measurement stands here; a failed gate invalidates, never blurs.
+
+A limit is set where the bias that it stands for reaches about 1 % of throughput, the least difference that a study
+claims (`judge.verdict.PRACTICAL`), and not where a quiet machine would show it: on two cores shared with the server
+a loop lags by milliseconds, and that moves nothing as long as requests take seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from tuner.records import Gate
+
+MIN_SUCCESS_RATE = 0.99
+"""A server that refuses or drops requests would look faster than one that serves them all."""
+
+MIN_CONCURRENCY = 0.98
+"""Of the target: time-averaged requests under way / streams."""
+
+MAX_CLIENT_BUSY = 0.5
+"""CPU time of the client's loop / wall time. Above it, queues form in the client, and its times are its own."""
+
+MAX_CLIENT_STEAL = 0.02
+"""CPU time of this process / all cores of a machine that also runs the server. Both blocks of a pair pay it, so their
+ratio moves by what is left of the difference, well under half."""
+
+MAX_TURNAROUND_BIAS = 0.01
+"""(Loop lag + time to send the next request) / mean request duration: the share of time a slot idles for our sake."""
+
+MAX_EDGE_BIAS = 0.01
+"""Longest loop lag near the window's two edges / window length: output that came in time but was stamped late."""
+
+MAX_TOKEN_DISAGREEMENT = 0.005
+"""|client's tokens - server's counter| / counter, beyond what the moment of reading leaves open."""
+
+MAX_SHORT_OUTPUT = 0.05
+"""Share of requests that ended with one token or no text although more were asked for."""
+
+MAX_DEGENERATE = 0.2
+"""Share of requests whose text is one short string over and over, or garbled: a drafter predicts loops perfectly."""
+
+MAX_OVERRUN_TOKENS = 1
+"""Tokens beyond max_tokens; some servers count the end token."""
+
+MIN_REQUESTS_PER_STREAM = 0.5
+"""Requests that ended in the window / streams. Under it the window saw too little of a request's life."""
+
+MAX_HALF_DRIFT = 0.25
+"""|second half - first half| / mean of the 1-s series, where that is significant (Welch, p < 0.001): a clock drop, or
+a warm-up that was not over. Only from `DRIFT_NEEDS_S` seconds on; a shorter window says nothing about it."""
+
+DRIFT_NEEDS_S = 20
+DRIFT_P = 0.001
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the gates look at, for one window.
+
+    `turnaround_s` is the mean time from the end of an answer to the next request, `loop_lag_s` the loop's mean lag,
+    `edge_lag_s` its longest near the window's edges. `unknown_tokens` counts requests whose tokens the server did
+    not tell. `server_tokens` and `client_tokens` are counted over the same time, `slack_tokens` what may differ.
+    """
+
+    concurrency: int
+    window_s: float
+    warm: bool
+    warm_detail: str
+    requests: int
+    failed: int
+    failure_detail: str
+    in_flight: float
+    mean_request_s: float | None
+    client_busy: float
+    client_steal: float | None
+    turnaround_s: float
+    loop_lag_s: float
+    edge_lag_s: float
+    tokens: float
+    unknown_tokens: int
+    usage_detail: str
+    overrun_tokens: int
+    short_outputs: int
+    degenerate_outputs: int
+    series: Sequence[float]
+    client_tokens: float | None = None
+    server_tokens: float | None = None
+    slack_tokens: float = 0.0
+
+
+def gates(seen: Observed) -> tuple[Gate, ...]:
+    """Every gate with its value, limit and verdict. A gate is named after what is wrong when it fails."""
+    total = seen.requests + seen.failed
+    ended = max(1, seen.requests)
+    success = seen.requests / total if total else 0.0
+    found = [
+        _at_most("not_warm", 0.0 if seen.warm else 1.0, 0.0, seen.warm_detail),
+        _at_most("no_tokens", 0.0 if seen.tokens > 0 else 1.0, 0.0, "no output token arrived in the window"),
+        _at_most("no_usage", float(seen.unknown_tokens), 0.0, seen.usage_detail),
+        _at_least("low_success_rate", success, MIN_SUCCESS_RATE, seen.failure_detail),
+        _at_least("low_concurrency", seen.in_flight / seen.concurrency, MIN_CONCURRENCY, "requests under way / target"),
+        _at_least(
+            "too_few_requests",
+            total / seen.concurrency,
+            MIN_REQUESTS_PER_STREAM,
+            "requests ended per stream; lower max_tokens or use the full profile",
+        ),
+        _at_most("client_bound", seen.client_busy, MAX_CLIENT_BUSY, "CPU share of the load client's loop"),
+    ]
+    if seen.client_steal is not None:
+        found.append(
+            _at_most("client_steals_cpu", seen.client_steal, MAX_CLIENT_STEAL, "CPU of this process / all cores")
+        )
+    if seen.mean_request_s:
+        bias = (seen.turnaround_s + seen.loop_lag_s) / seen.mean_request_s
+        found.append(_at_most("slow_turnaround", bias, MAX_TURNAROUND_BIAS, "slot idle / request duration"))
+    found += [
+        _at_most("loop_lag", seen.edge_lag_s / seen.window_s, MAX_EDGE_BIAS, "lag at the window's edges / window"),
+        _at_most(
+            "token_overrun",
+            float(seen.overrun_tokens),
+            float(MAX_OVERRUN_TOKENS),
+            "most tokens beyond max_tokens in one answer",
+        ),
+        _at_most("short_output", seen.short_outputs / ended, MAX_SHORT_OUTPUT, "share of empty or one-token answers"),
+        _at_most(
+            "degenerate_output", seen.degenerate_outputs / ended, MAX_DEGENERATE, "share of looping or garbled answers"
+        ),
+    ]
+    if seen.server_tokens is not None and seen.client_tokens is not None:
+        apart = abs(seen.client_tokens - seen.server_tokens)
+        value = max(0.0, apart - seen.slack_tokens) / max(1.0, seen.server_tokens)
+        detail = f"client {seen.client_tokens:.1f}, server {seen.server_tokens:.0f}, slack {seen.slack_tokens:.1f}"
+        found.append(_at_most("tokens_disagree", value, MAX_TOKEN_DISAGREEMENT, detail))
+    if len(seen.series) >= DRIFT_NEEDS_S:
+        found.append(_at_most("not_steady", half_drift(seen.series), MAX_HALF_DRIFT, "second half against first"))
+    return tuple(found)
+
+
+def half_drift(series: Sequence[float]) -> float:
+    """|second half - first half| / mean where the halves differ significantly, else 0."""
+    data = np.asarray(series, dtype=float)
+    half = len(data) // 2
+    first, second = data[:half], data[-half:]
+    mean = float(data.mean())
+    if mean <= 0 or (first.std() == 0 and second.std() == 0 and first.mean() == second.mean()):
+        return 0.0
+    if first.std() == 0 and second.std() == 0:
+        significant = True
+    else:
+        significant = bool(stats.ttest_ind(first, second, equal_var=False).pvalue < DRIFT_P)
+    return abs(float(second.mean() - first.mean())) / mean if significant else 0.0
+
+
+def _at_most(name: str, value: float, limit: float, detail: str) -> Gate:
+    return Gate(name, round(value, 6), limit, bool(value <= limit), detail)
+
+
+def _at_least(name: str, value: float, limit: float, detail: str) -> Gate:
+    return Gate(name, round(value, 6), limit, bool(value >= limit), detail)

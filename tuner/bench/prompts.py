@@ -1,0 +1,118 @@
+"""Prompt sets: the one that ships, or a user's JSONL; each with a fixed split into tuning and held-out prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from tuner.errors import UsageError
+
+Split = Literal["tuning", "held_out", "all"]
+
+TUNING_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One user turn. `kind` groups prompts of a sort (chat, code, …); "user" where a file does not say."""
+
+    id: str
+    kind: str
+    text: str
+
+
+def shipped_sets() -> list[str]:
+    """Names of the prompt sets that ship."""
+    folder = resources.files("tuner.bench") / "data"
+    return sorted(entry.name.removesuffix(".jsonl") for entry in folder.iterdir() if entry.name.endswith(".jsonl"))
+
+
+def load_prompts(name_or_path: str | Path, *, split: Split) -> list[Prompt]:
+    """The prompts of a shipped set, by name, or of a JSONL file, by path, in file order.
+
+    A line of a user's file holds `prompt`, `text` or `messages` (whose last user turn is taken), and may hold `id`,
+    `kind` and `split` (tuning or held_out). Where it does not say, a hash of the text decides: about 60 % are for
+    tuning, 40 % held out, and a text stays on its side whatever else the file holds. `split="all"` gives every
+    prompt, for measuring a server without a search.
+
+    Raises:
+        UsageError: no such set or file, nothing in it or in this split, or a malformed line (with its number).
+    """
+    source = str(name_or_path)
+    chosen = [prompt for prompt, side in _read(source) if split in ("all", side)]
+    if not chosen:
+        raise UsageError(
+            f"prompts '{source}': no {split.replace('_', '-')} prompts in it. Add more prompts (20 or more give both "
+            'splits some), or give lines a field "split" with tuning or held_out.'
+        )
+    return chosen
+
+
+def _read(source: str) -> Iterator[tuple[Prompt, str]]:
+    if source in shipped_sets():
+        text = (resources.files("tuner.bench") / "data" / f"{source}.jsonl").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(source).read_text(encoding="utf-8-sig")
+        except FileNotFoundError:
+            names = ", ".join(shipped_sets())
+            raise UsageError(f"prompts '{source}': no such file, and no set of that name ships ({names}).") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"prompts '{source}' cannot be read: {error}") from error
+    seen: dict[str, int] = {}
+    # Not splitlines(): JSON strings may hold U+2028 and its like unescaped.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        prompt, side = _parse(line, number, source)
+        if prompt.id in seen:
+            raise UsageError(
+                f"prompts '{source}', line {number}: id '{prompt.id}' was already used on line {seen[prompt.id]}"
+            )
+        seen[prompt.id] = number
+        yield prompt, side
+    if not seen:
+        raise UsageError(f'prompts \'{source}\' is empty: it needs one JSON object a line, such as {{"prompt": "…"}}.')
+
+
+def _parse(line: str, number: int, source: str) -> tuple[Prompt, str]:
+    def bad(what: str) -> UsageError:
+        return UsageError(f"prompts '{source}', line {number}: {what}")
+
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise bad(f"not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(data, dict):
+        raise bad('not an object; a line looks like {"prompt": "…"}')
+    text = _text(data)
+    if text is None:
+        raise bad('needs "prompt", "text" or "messages" with a user turn, as a non-empty string')
+    side = data.get("split", _side(text))
+    if side not in ("tuning", "held_out"):
+        raise bad(f"split '{side}' is unknown; valid: tuning, held_out")
+    return Prompt(str(data.get("id", f"line-{number}")), str(data.get("kind", "user")), text), side
+
+
+def _text(data: dict[str, Any]) -> str | None:
+    for key in ("prompt", "text"):
+        value = data.get(key)
+        if isinstance(value, str) and value.strip():
+            return value
+    messages = data.get("messages")
+    if isinstance(messages, list):
+        for message in reversed(messages):
+            if isinstance(message, dict) and message.get("role") == "user":
+                content = message.get("content")
+                return content if isinstance(content, str) and content.strip() else None
+    return None
+
+
+def _side(text: str) -> str:
+    fraction = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+    return "tuning" if fraction < TUNING_SHARE else "held_out"

@@ -1,0 +1,215 @@
+"""Reads, after the window, what the stored bytes of one exchange say: tokens over time, text, and how it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from tuner.bench.client import Exchange
+
+UsageMode = Literal["continuous", "final", "none"]
+
+GOOD_FINISHES = ("stop", "length")
+TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One SSE event: when it arrived, the text it adds, the cumulative usage and finish reason it carries, if any."""
+
+    at_ns: int
+    text: str
+    tokens: int | None
+    finish: str | None
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One request, read.
+
+    `problem` is None for a request that ended well, else what went wrong; a request under way when the load stopped
+    (`cut`) has none. `curve` holds (ns, cumulative output tokens), times rising. `tokens` is the last cumulative
+    count, None where the server told none. `chunks` are the arrival times of events that carried output.
+    """
+
+    number: int
+    prompt_id: str
+    max_tokens: int
+    sent_ns: int
+    end_ns: int
+    problem: str | None
+    cut: bool
+    usage: UsageMode
+    tokens: int | None
+    curve: tuple[tuple[int, float], ...]
+    chunks: tuple[int, ...]
+    finish: str | None
+    text: str
+    prompt_tokens: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the request ran to its end and ended well."""
+        return self.problem is None and not self.cut
+
+    @property
+    def first_ns(self) -> int | None:
+        """Arrival of the first output."""
+        return self.chunks[0] if self.chunks else None
+
+    @property
+    def last_ns(self) -> int | None:
+        """Arrival of the last output."""
+        return self.chunks[-1] if self.chunks else None
+
+
+class MalformedStream(ValueError):
+    """The answer is not a stream of chat-completion chunks, or carries an error instead."""
+
+
+def read_exchange(exchange: Exchange) -> Trace:
+    """The trace of one exchange. Never raises: what cannot be read becomes the trace's `problem`."""
+    events: list[Event] = []
+    done = False
+    problem: str | None = None
+    cut = exchange.end in ("cancelled", "open")
+    if exchange.status not in (0, 200):
+        problem = f"HTTP {exchange.status}: {_excerpt(exchange.body())}"
+    elif exchange.end == "refused":
+        problem = f"no connection: {exchange.error}"
+    elif exchange.end == "malformed":
+        problem = exchange.error
+    else:
+        try:
+            for event in _events(exchange.events):
+                if event is None:
+                    done = True
+                    break
+                events.append(event)
+        except MalformedStream as error:
+            problem = str(error)
+    finish = next((e.finish for e in reversed(events) if e.finish), None)
+    if problem is None and not cut:
+        if finish is None:
+            problem = exchange.error or ("no finish reason" if done or events else "200 without any event")
+            problem = f"truncated: {problem}"
+        elif finish not in GOOD_FINISHES:
+            problem = f"finish reason '{finish}'"
+    mode, curve, chunks, tokens = _count(events)
+    if problem is None and any(b[1] < a[1] for a, b in pairwise(curve)):
+        problem = "usage went backwards"
+    return Trace(
+        number=exchange.number,
+        prompt_id=exchange.prompt_id,
+        max_tokens=exchange.max_tokens,
+        sent_ns=exchange.sent_ns,
+        end_ns=exchange.end_ns,
+        problem=problem,
+        cut=cut,
+        usage=mode,
+        tokens=tokens,
+        curve=curve,
+        chunks=chunks,
+        finish=finish,
+        text="".join(e.text for e in events),
+        prompt_tokens=next((e.prompt_tokens for e in reversed(events) if e.prompt_tokens is not None), None),
+    )
+
+
+def _count(events: list[Event]) -> tuple[UsageMode, tuple[tuple[int, float], ...], tuple[int, ...], int | None]:
+    """Usage mode, curve, chunk times and total.
+
+    Continuous usage gives the curve as it is. Where only a total came, it is spread over the events in proportion to
+    their text: a chunk may hold any number of tokens, so chunks are never counted as tokens.
+    """
+    counted = [e for e in events if e.tokens is not None]
+    with_text = [e for e in events if e.text]
+    if not counted:
+        return "none", (), tuple(e.at_ns for e in with_text), None
+    total = counted[-1].tokens
+    assert total is not None
+    first = counted[0]
+    continuous = len(counted) > 1 or len(with_text) <= 1 or first.at_ns <= with_text[0].at_ns
+    if continuous:
+        chunks = []
+        seen = 0
+        for event in events:
+            grown = event.tokens is not None and event.tokens > seen
+            if event.tokens is not None:
+                seen = max(seen, event.tokens)
+            if event.text or grown:
+                chunks.append(event.at_ns)
+        return "continuous", _last_per_time((e.at_ns, float(e.tokens or 0)) for e in counted), tuple(chunks), total
+    length = sum(len(e.text) for e in with_text)
+    points = []
+    so_far = 0
+    for event in with_text:
+        so_far += len(event.text)
+        points.append((event.at_ns, total * so_far / length))
+    return "final", _last_per_time(iter(points)), tuple(e.at_ns for e in with_text), total
+
+
+def _last_per_time(points: Iterator[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    kept: list[tuple[int, float]] = []
+    for point in points:
+        if kept and kept[-1][0] == point[0]:
+            kept[-1] = point
+        else:
+            kept.append(point)
+    return tuple(kept)
+
+
+def _events(reads: list[tuple[int, bytes]]) -> Iterator[Event | None]:
+    """Events in order, None for `[DONE]`. An event has the time of the read that completed it."""
+    rest = b""
+    for at_ns, data in reads:
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            line = line.rstrip(b"\r")
+            if not line.startswith(b"data:"):
+                if line.startswith(b"{"):
+                    raise MalformedStream(f"not a stream of events: {_excerpt(line)}")
+                continue
+            payload = line[5:].strip()
+            if payload == b"[DONE]":
+                yield None
+            elif payload:
+                yield _event(at_ns, payload)
+    if rest.startswith(b"{"):
+        raise MalformedStream(f"not a stream of events: {_excerpt(rest)}")
+
+
+def _event(at_ns: int, payload: bytes) -> Event:
+    try:
+        # A server may cut a character in half between events; its token still counts.
+        data = json.loads(payload.decode("utf-8", "replace"))
+    except json.JSONDecodeError as error:
+        raise MalformedStream(f"an event is not JSON: {_excerpt(payload)}") from error
+    if not isinstance(data, dict):
+        raise MalformedStream(f"an event is not an object: {_excerpt(payload)}")
+    if data.get("error"):
+        raise MalformedStream(f"the server reported an error in the stream: {_excerpt(payload)}")
+    choices = data.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    delta = choice.get("delta")
+    text = "".join(value for key in TEXT_FIELDS if isinstance(value := delta.get(key), str)) if delta else ""
+    finish = choice.get("finish_reason")
+    usage = data.get("usage")
+    tokens, prompt_tokens = _usage(usage) if isinstance(usage, dict) else (None, None)
+    return Event(at_ns, text, tokens, finish if isinstance(finish, str) else None, prompt_tokens)
+
+
+def _usage(usage: dict[str, Any]) -> tuple[int | None, int | None]:
+    tokens, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
+    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
+        raise MalformedStream(f"usage.completion_tokens is {tokens!r}")
+    return tokens, prompt if isinstance(prompt, int) else None
+
+
+def _excerpt(data: bytes, limit: int = 200) -> str:
+    text = data[:limit].decode("utf-8", "replace").strip()
+    return text + ("…" if len(data) > limit else "") or "(empty)"
