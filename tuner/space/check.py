@@ -1,0 +1,330 @@
+"""What a space file means, beyond its shape: names, conditions, rules, and what the engine knows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from tuner.errors import UsageError
+from tuner.records import Setting
+from tuner.space.document import Document, Path, dotted
+from tuner.space.expression import Expression, ExpressionError, parse
+from tuner.space.problems import Problem, unknown
+from tuner.space.schema import ObjectiveSection, SpaceFile
+from tuner.space.space import Parameter, Space, in_order, visible
+
+OBJECTIVES = ("speedup", "throughput")
+PLANNED_OBJECTIVES = ("latency", "goodput", "pareto")
+ENV_NAME = re.compile(r"env\.[A-Za-z_][A-Za-z0-9_]*")
+STUDY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+EXHAUSTIVE = 50_000
+SAMPLES = 2_000
+
+
+class KnownSetting(Protocol):
+    """What an engine says of one of its settings."""
+
+    def problem(self, value: Setting) -> str | None:
+        """What is wrong with the value and what would be valid; None when it is fine."""
+
+
+class EngineFacts(Protocol):
+    """What an engine tells about itself without being started."""
+
+    @property
+    def settings(self) -> Mapping[str, KnownSetting]:
+        """The settings it knows, by neutral name."""
+
+    def problems(self, args: Mapping[str, Any], settings: Mapping[str, Setting]) -> list[str]:
+        """Why this combination cannot work; empty when it can."""
+
+    def check_model(self, model: str) -> str | None:
+        """A sentence when the model does not exist."""
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a file can be held against. Anything left out is not checked.
+
+    Args:
+        engine_for: kind → its facts; raises `UsageError` for an unknown kind.
+        check_prompts: raises `UsageError` when there is no such prompt set.
+    """
+
+    engine_for: Callable[[str], EngineFacts] | None = None
+    check_prompts: Callable[[str], object] | None = None
+
+
+class Checker:
+    """Collects the problems of one file."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.problems: list[Problem] = list(document.problems)
+
+    def report(self, path: Path, message: str) -> None:
+        """Adds one problem at `path`."""
+        self.problems.append(Problem(self.document.line(path), dotted(path), message))
+
+    def shape(self) -> SpaceFile | None:
+        """The file in its sections; None, and problems, when it does not have that shape."""
+        if not isinstance(self.document.value, dict):
+            self.report((), "the file must hold keys such as name, engine, workload, baseline and parameters")
+            return None
+        try:
+            return SpaceFile.model_validate(self.document.value)
+        except ValidationError as error:
+            for item in error.errors(include_url=False):
+                self._shape_problem(item)
+            return None
+
+    def _shape_problem(self, item: Any) -> None:
+        path: Path = tuple(item["loc"])
+        kind, message = item["type"], item["msg"]
+        if kind == "extra_forbidden":
+            parent = _model_at(path[:-1])
+            self.report(path, unknown(str(path[-1]), parent))
+        elif kind == "missing":
+            self.report(path, "is missing")
+        elif kind == "too_short":
+            self.report(path, "is empty")
+        elif kind in ("model_type", "dict_type", "model_attributes_type"):
+            self.report(path, "must hold keys, one a line")
+        elif kind == "literal_error":
+            self.report(path, unknown(str(item["input"]), [part.strip("' ") for part in _options(item)]))
+        else:
+            self.report(path, message.removeprefix("Value error, ").replace("Input should", "should"))
+
+    def meaning(self, file: SpaceFile, outside: Outside) -> None:
+        """Reports what is wrong although the shape is right."""
+        if not STUDY_NAME.fullmatch(file.name):
+            self.report(("name",), f"'{file.name}' is not usable as a name: letters, digits, '.', '_', '-', at most 64")
+        engine = self._engine(file, outside)
+        self._names(file, engine)
+        self._objective(file.objective)
+        if file.budget.launches < 2:
+            self.report(("budget", "launches"), "1 launch is only the baseline; at least 2 are needed, 10 to confirm")
+        if check_prompts := outside.check_prompts:
+            self._guarded(("workload", "prompts"), lambda: check_prompts(file.workload.prompts))
+        parameters = self._parameters(file)
+        if parameters is None:
+            return
+        self._rules(file, parameters)
+        if not self.problems:
+            self._combinations(Space(file), engine)
+
+    def _guarded(self, path: Path, check: Callable[[], object]) -> None:
+        try:
+            check()
+        except UsageError as error:
+            self.report(path, str(error))
+
+    def _engine(self, file: SpaceFile, outside: Outside) -> EngineFacts | None:
+        engine: EngineFacts | None = None
+
+        def find() -> None:
+            nonlocal engine
+            assert outside.engine_for is not None
+            engine = outside.engine_for(file.engine.kind)
+
+        if outside.engine_for is not None:
+            self._guarded(("engine", "kind"), find)
+        if engine is not None and (problem := engine.check_model(file.engine.model)):
+            self.report(("engine", "model"), problem)
+        return engine
+
+    def _names(self, file: SpaceFile, engine: EngineFacts | None) -> None:
+        for name in file.parameters:
+            if name in file.engine.args:
+                self.report(("parameters", name), "is also fixed in engine.args; keep one of them")
+        for name in file.baseline:
+            if name in file.engine.args:
+                self.report(("baseline", name), "is also fixed in engine.args; keep one of them")
+        for section, names in (("parameters", file.parameters), ("baseline", file.baseline)):
+            for name in names:
+                if name.startswith("env."):
+                    if not ENV_NAME.fullmatch(name):
+                        self.report((section, name), "is not the name of a variable (env.NAME)")
+                    elif name.removeprefix("env.") in file.engine.env:
+                        self.report((section, name), "is also set in engine.env; keep one of them")
+        if engine is not None:
+            self._values(file, engine)
+
+    def _values(self, file: SpaceFile, engine: EngineFacts) -> None:
+        def check(path: Path, name: str, value: Any) -> None:
+            if name.startswith("env."):
+                return
+            if name not in engine.settings:
+                self.report(path[:2] if path[0] != "engine" else path[:3], unknown(name, engine.settings))
+            elif problem := engine.settings[name].problem(value):
+                self.report(path, problem)
+
+        for name, value in file.baseline.items():
+            check(("baseline", name), name, value)
+        for name, section in file.parameters.items():
+            if section.choices is not None:
+                for i, value in enumerate(section.choices):
+                    check(("parameters", name, "choices", i), name, value)
+            else:
+                for end in ("low", "high"):
+                    check(("parameters", name, end), name, getattr(section, end))
+
+    def _objective(self, objective: ObjectiveSection) -> None:
+        if objective.maximize in OBJECTIVES:
+            return
+        path: Path = ("objective", "maximize")
+        if objective.maximize in PLANNED_OBJECTIVES:
+            self.report(
+                path, f"'{objective.maximize}' is not available in this version; valid: {', '.join(OBJECTIVES)}"
+            )
+        else:
+            self.report(path, unknown(objective.maximize, OBJECTIVES))
+
+    def _expression(self, path: Path, text: str, known: Sequence[str]) -> Expression | None:
+        try:
+            expression = parse(text)
+        except ExpressionError as error:
+            self.report(path, f"'{text}' {error}")
+            return None
+        wrong = [name for name in expression.names if name not in known]
+        for name in wrong:
+            hint = " (write text in quotes)" if re.search(rf"[=!]=\s*{re.escape(name)}\b", text) else ""
+            self.report(path, unknown(name, known) + hint)
+        return None if wrong else expression
+
+    def _parameters(self, file: SpaceFile) -> tuple[Parameter, ...] | None:
+        """The parameters in order; None when a condition is wrong."""
+        known = [*file.parameters, *visible(file.engine.args)]
+        good = True
+        for name, section in file.parameters.items():
+            if section.when is not None and self._expression(("parameters", name, "when"), section.when, known) is None:
+                good = False
+        if not good:
+            return None
+        try:
+            parameters = in_order([Parameter.of(name, section) for name, section in file.parameters.items()])
+        except ExpressionError as error:
+            self.report(("parameters",), str(error))
+            return None
+        for parameter in parameters:
+            if parameter.when is not None:
+                path: Path = ("parameters", parameter.name, "when")
+                self._can_hold(path, parameter.when, parameters, file.engine.args)
+        return parameters
+
+    def _can_hold(self, path: Path, when: Expression, parameters: Sequence[Parameter], args: Mapping[str, Any]) -> None:
+        try:
+            proven = never_holds(when, parameters, args)
+        except ExpressionError as error:
+            self.report(path, f"'{when.text}': {error}")
+            return
+        if proven:
+            fixed = [f"{name} is fixed to {args[name]!r} in engine.args" for name in when.names if name in args]
+            why = f"; {', '.join(fixed)}" if fixed else ""
+            self.report(path, f"'{when.text}' can never hold with the values given{why}")
+
+    def _rules(self, file: SpaceFile, parameters: Sequence[Parameter]) -> None:
+        known = [*file.parameters, *visible(file.engine.args)]
+        for i, rule in enumerate(file.rules):
+            path: Path = ("rules", i, "forbid")
+            expression = self._expression(path, rule.forbid, known)
+            if expression is None:
+                continue
+            try:
+                for values in assignments(expression.names, parameters, file.engine.args)[0]:
+                    expression.holds(values)
+            except ExpressionError as error:
+                self.report(path, f"'{rule.forbid}': {error}")
+
+    def _combinations(self, space: Space, engine: EngineFacts | None) -> None:
+        if engine is not None:
+            settings = {name: value for name, value in space.baseline.settings.items() if not name.startswith("env.")}
+            for problem in engine.problems(space.args, settings):
+                self.report(("baseline",), problem)
+        candidates = space.candidates()
+        if candidates is not None and not [c for c in candidates if c.id != space.baseline.id]:
+            self.report(("rules",) if space.rules else ("parameters",), "no candidate is left besides the baseline")
+
+
+def assignments(
+    names: Sequence[str], parameters: Sequence[Parameter], args: Mapping[str, Any]
+) -> tuple[Iterator[dict[str, Setting]], bool]:
+    """Values that the named parameters, and those they depend on, can take together; and whether these are all.
+
+    Too many, or a continuous one among them: a fixed sample instead, range ends included.
+    """
+    needed = _ancestors(names, parameters)
+    involved = [parameter for parameter in parameters if parameter.name in needed]
+    domains = [parameter.domain for parameter in involved]
+    size = math.prod(len(domain) for domain in domains if domain is not None)
+    complete = None not in domains and size <= EXHAUSTIVE
+    fixed = visible(args)
+
+    def conditioned(values: Sequence[Setting]) -> dict[str, Setting]:
+        active = dict(fixed)
+        for parameter, value in zip(involved, values, strict=True):
+            if parameter.when is None or parameter.when.holds(active):
+                active[parameter.name] = value
+        return active
+
+    if complete:
+        product = itertools.product(*(domain for domain in domains if domain is not None))
+        return (conditioned(values) for values in product), True
+    rng = random.Random(0)
+    return (conditioned([_drawn(parameter, rng) for parameter in involved]) for _ in range(SAMPLES)), False
+
+
+def _drawn(parameter: Parameter, rng: random.Random) -> Setting:
+    if parameter.choices is not None:
+        return rng.choice(parameter.choices)
+    low, high = parameter.ends
+    corner = rng.random()
+    if corner < 0.2:
+        return low if corner < 0.1 else high
+    if parameter.step is None:
+        return rng.uniform(low, high)
+    return low + parameter.step * rng.randint(0, round((high - low) / parameter.step))
+
+
+def _ancestors(names: Sequence[str], parameters: Sequence[Parameter]) -> set[str]:
+    by_name = {parameter.name: parameter for parameter in parameters}
+    needed: set[str] = set()
+    queue = [name for name in names if name in by_name]
+    while queue:
+        name = queue.pop()
+        if name not in needed:
+            needed.add(name)
+            when = by_name[name].when
+            queue.extend(other for other in (when.names if when else ()) if other in by_name)
+    return needed
+
+
+def never_holds(when: Expression, parameters: Sequence[Parameter], args: Mapping[str, Any]) -> bool:
+    """Whether it is certain that the condition is false for all values. Where they cannot be listed, it is not."""
+    values, complete = assignments(when.names, parameters, args)
+    results = [when.holds(each) for each in values]  # all of them, so that an error in any is found
+    return complete and not any(results)
+
+
+def _options(item: Any) -> list[str]:
+    return re.split(r", | or ", item["ctx"]["expected"])
+
+
+def _model_at(path: Path) -> list[str]:
+    """The keys that the schema knows at `path`."""
+    model: Any = SpaceFile
+    for part in path:
+        if isinstance(part, int) or not (hasattr(model, "model_fields") and part in model.model_fields):
+            continue
+        annotation = model.model_fields[part].annotation
+        inner = [arg for arg in getattr(annotation, "__args__", ()) if hasattr(arg, "model_fields")]
+        model = annotation if hasattr(annotation, "model_fields") else inner[0] if inner else model
+    return list(model.model_fields)

@@ -1,0 +1,181 @@
+"""The shape of a space file: sections, keys, kinds of values. What they mean together is checked in `check.py`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from tuner.records import Setting
+
+Profile = Literal["short", "full"]
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if value is None:
+        raise ValueError("has no value; write one, or 'none' in the sense of off, or leave the key out")
+    raise ValueError("must be one number, text or boolean")
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_setting(item) for item in value]
+    return _setting(value)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"must be a number, not {value!r}")
+    return value
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):
+        raise ValueError(f"must be a whole number, not {value!r}")
+    return int(value)
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value
+    return str(value)
+
+
+def _positive(value: float) -> float:
+    if not value > 0:
+        raise ValueError(f"must be above 0, not {value}")
+    return value
+
+
+SettingValue = Annotated[Any, BeforeValidator(_setting)]
+ArgumentValue = Annotated[Any, BeforeValidator(_argument)]
+Number = Annotated[float, BeforeValidator(_number)]
+Whole = Annotated[int, BeforeValidator(_whole)]
+PositiveWhole = Annotated[int, BeforeValidator(_whole), AfterValidator(_positive)]
+PositiveNumber = Annotated[float, BeforeValidator(_number), AfterValidator(_positive)]
+EnvValue = Annotated[str | None, BeforeValidator(_text)]
+NumberAsWritten = Annotated[int | float, BeforeValidator(_number)]
+
+
+class Section(BaseModel):
+    """A mapping of the file in which every key is known."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineSection(Section):
+    """Which server is tuned. `args` are fixed settings; `env` values set a variable, null removes it."""
+
+    kind: str
+    model: str
+    args: dict[str, ArgumentValue] = Field(default_factory=dict)
+    env: dict[str, EnvValue] = Field(default_factory=dict)
+
+
+class WorkloadSection(Section):
+    """What is asked of the server. `weights` is the share of real traffic at each level; equal when left out."""
+
+    prompts: str = "mixed"
+    max_tokens: PositiveWhole = 200
+    temperature: Annotated[float, BeforeValidator(_number), Field(ge=0)] = 0.0
+    concurrency: Annotated[list[PositiveWhole], Field(min_length=1)]
+    weights: list[Annotated[float, BeforeValidator(_number), Field(ge=0)]] | None = None
+
+    @model_validator(mode="after")
+    def _levels(self) -> WorkloadSection:
+        doubled = sorted({level for level in self.concurrency if self.concurrency.count(level) > 1})
+        if doubled:
+            raise ValueError(f"concurrency: {doubled[0]} is given twice")
+        if self.weights is not None and len(self.weights) != len(self.concurrency):
+            raise ValueError(
+                f"weights: {len(self.weights)} weights for {len(self.concurrency)} levels of concurrency; give one each"
+            )
+        if self.weights is not None and not sum(self.weights) > 0:
+            raise ValueError("weights: all are 0")
+        return self
+
+
+class ParameterSection(Section):
+    """One setting to try: `choices`, or a range from `low` to `high` (both included) in steps of `step`."""
+
+    choices: list[SettingValue] | None = None
+    low: NumberAsWritten | None = None
+    high: NumberAsWritten | None = None
+    step: Annotated[int | float, BeforeValidator(_number), AfterValidator(_positive)] | None = None
+    when: str | None = None
+
+    @model_validator(mode="after")
+    def _domain(self) -> ParameterSection:
+        if self.choices is not None:
+            if {self.low, self.high, self.step} != {None}:
+                raise ValueError("give either choices, or low and high, not both")
+            _check_choices(self.choices)
+            return self
+        if self.low is None or self.high is None:
+            raise ValueError("needs choices, or both low and high")
+        if self.low > self.high:
+            raise ValueError(f"low {self.low} is above high {self.high}")
+        if self.step is not None:
+            steps = (self.high - self.low) / self.step
+            if abs(steps - round(steps)) > 1e-9:
+                last = self.low + int(steps) * self.step
+                raise ValueError(
+                    f"high {self.high} is not reached from {self.low} in steps of {self.step}; {last:g} is"
+                )
+        return self
+
+
+def _check_choices(choices: list[Setting]) -> None:
+    if not choices:
+        raise ValueError("choices is empty; list at least one value")
+    for i, value in enumerate(choices):
+        for other in choices[:i]:
+            if value == other and type(value) is type(other):
+                raise ValueError(f"choice {value!r} is given twice")
+            if value == other:  # True == 1 == 1.0: no sampler and no database keeps them apart
+                raise ValueError(f"choices {other!r} and {value!r} are the same to a sampler; keep one")
+
+
+class RuleSection(Section):
+    """What may not be tried, and why."""
+
+    forbid: str
+    because: str
+
+
+class GuardSection(Section):
+    """What a winner may not give up: the least speed-up at any level, the longest p90 time to the first token."""
+
+    min_speedup: PositiveNumber | None = None
+    ttft_p90_ms: PositiveNumber | None = None
+
+
+class ObjectiveSection(Section):
+    """What is maximised. `guard` limits hold at every level."""
+
+    maximize: str = "speedup"
+    guard: GuardSection = Field(default_factory=GuardSection)
+
+
+class BudgetSection(Section):
+    """Where the search ends, whichever comes first. Totals: a study that is continued does not start over."""
+
+    launches: PositiveWhole = 24
+    candidates: PositiveWhole = 200
+    hours: PositiveNumber | None = None
+
+
+class SpaceFile(Section):
+    """A whole space file."""
+
+    name: str
+    engine: EngineSection
+    workload: WorkloadSection
+    baseline: dict[str, SettingValue]
+    parameters: Annotated[dict[str, ParameterSection], Field(min_length=1)]
+    rules: list[RuleSection] = Field(default_factory=list)
+    objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
+    budget: BudgetSection = Field(default_factory=BudgetSection)
+    profile: Profile = "full"

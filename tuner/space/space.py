@@ -1,0 +1,310 @@
+"""A search space: parameters with conditions, rules, and the candidates that they make up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, Self
+
+from tuner.records import Candidate, Setting, short_hash
+from tuner.space.expression import Expression, ExpressionError, parse
+from tuner.space.schema import BudgetSection, ObjectiveSection, ParameterSection, Profile, SpaceFile
+
+SPECULATIVE = frozenset(
+    {
+        "num_steps",
+        "topk",
+        "num_draft_tokens",
+        "spec_version",
+        "disable_batch_threshold",
+        "steps_by_batch",
+        "ngram_min",
+        "ngram_max",
+        "draft_model",
+    }
+)
+"""Settings that say nothing once `speculation` is "none": such candidates are one and the same."""
+
+SHORT_MAX_TOKENS = 64
+MAX_DOMAIN = 10_000
+MAX_COMBINATIONS = 20_000
+
+
+class Suggests(Protocol):
+    """The part of an Optuna trial that a space needs."""
+
+    def suggest_categorical(self, name: str, choices: Any) -> Any:
+        """One of the choices."""
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1) -> int:
+        """A whole number in the range."""
+
+    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None) -> float:
+        """A number in the range."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One setting to try. Either `choices`, or `low` to `high` (included) in steps of `step` (None: continuous)."""
+
+    name: str
+    choices: tuple[Setting, ...] | None
+    low: int | float | None
+    high: int | float | None
+    step: int | float | None
+    when: Expression | None
+
+    @classmethod
+    def of(cls, name: str, section: ParameterSection) -> Self:
+        """The parameter that a section of the file describes. Ranges with whole ends step by 1 unless told."""
+        choices = tuple(section.choices) if section.choices is not None else None
+        step = section.step
+        if step is None and isinstance(section.low, int) and isinstance(section.high, int):
+            step = 1
+        when = parse(section.when) if section.when is not None else None
+        return cls(name, choices, section.low, section.high, step, when)
+
+    @property
+    def ends(self) -> tuple[int | float, int | float]:
+        """Lowest and highest value of a range."""
+        if self.low is None or self.high is None:
+            raise TypeError(f"{self.name} has choices and no ends")
+        return self.low, self.high
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a range of whole numbers."""
+        return all(isinstance(value, int) for value in (self.low, self.high, self.step))
+
+    @cached_property
+    def domain(self) -> tuple[Setting, ...] | None:
+        """Every value it can take; None when it is continuous or has more than `MAX_DOMAIN` values."""
+        if self.choices is not None:
+            return self.choices
+        low, high = self.ends
+        if self.step is None:
+            return (low,) if low == high else None
+        count = round((high - low) / self.step) + 1
+        return tuple(low + i * self.step for i in range(count)) if count <= MAX_DOMAIN else None
+
+    def suggest(self, trial: Suggests) -> Setting:
+        """The value that the trial's sampler picks."""
+        if self.choices is not None:
+            return trial.suggest_categorical(self.name, list(self.choices))
+        if self.whole:
+            return trial.suggest_int(self.name, self.low, self.high, step=self.step)  # type: ignore[arg-type]
+        return trial.suggest_float(self.name, *self.ends, step=self.step)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What may not be tried, and why."""
+
+    forbid: Expression
+    because: str
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked of the server. `weights` sum to 1, one per level of `concurrency`."""
+
+    prompts: str
+    max_tokens: int
+    temperature: float
+    concurrency: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def weight_of(self) -> dict[int, float]:
+        """Level → its share of real traffic."""
+        return dict(zip(self.concurrency, self.weights, strict=True))
+
+
+class Space:
+    """A valid space, as the study uses it. `file` is what was written; everything else follows from it."""
+
+    def __init__(self, file: SpaceFile) -> None:
+        self.file = file
+        self.name: str = file.name
+        self.profile: Profile = file.profile
+        self.kind: str = file.engine.kind
+        self.model: str = file.engine.model
+        self.args: dict[str, Any] = dict(file.engine.args)
+        self.env: dict[str, str | None] = dict(file.engine.env)
+        self.workload = _workload(file)
+        self.objective: ObjectiveSection = file.objective
+        self.budget: BudgetSection = file.budget
+        self.parameters = in_order([Parameter.of(name, section) for name, section in file.parameters.items()])
+        self.rules = tuple(Rule(parse(rule.forbid), rule.because) for rule in file.rules)
+        self.baseline = Candidate(self._canonical(dict(file.baseline)))
+
+    def suggest(self, trial: Suggests) -> Candidate:
+        """The candidate that a trial's sampler picks: only active parameters are asked for."""
+        values: dict[str, Setting] = {}
+        for parameter in self.parameters:
+            if parameter.when is None or self._holds(parameter.when, values):
+                values[parameter.name] = parameter.suggest(trial)
+        return Candidate(self._canonical(values))
+
+    def forbidden(self, candidate: Candidate) -> str | None:
+        """Why a rule rules the candidate out; None when none does."""
+        for rule in self.rules:
+            if self._holds(rule.forbid, candidate.settings):
+                return f"{rule.because} (rule: {rule.forbid.text})"
+        return None
+
+    def candidates(self, limit: int = MAX_COMBINATIONS) -> tuple[Candidate, ...] | None:
+        """Every distinct candidate that no rule forbids; None when they cannot be listed within `limit` combinations.
+
+        The baseline is among them only where the parameters make it up.
+        """
+        found: dict[str, Candidate] = {}
+        for count, values in enumerate(self._combinations(0, {})):
+            if values is None or count >= limit:
+                return None
+            candidate = Candidate(self._canonical(values))
+            if candidate.id not in found and not self.forbidden(candidate):
+                found[candidate.id] = candidate
+        return tuple(found.values())
+
+    def _combinations(self, index: int, values: dict[str, Setting]) -> Iterator[dict[str, Setting] | None]:
+        if index == len(self.parameters):
+            yield dict(values)
+            return
+        parameter = self.parameters[index]
+        if parameter.when is not None and not self._holds(parameter.when, values):
+            yield from self._combinations(index + 1, values)
+            return
+        if parameter.domain is None:
+            yield None
+            return
+        for value in parameter.domain:
+            yield from self._combinations(index + 1, {**values, parameter.name: value})
+
+    def _holds(self, expression: Expression, values: Mapping[str, Setting]) -> bool:
+        return expression.holds({**visible(self.args), **values})
+
+    def _canonical(self, values: dict[str, Setting]) -> dict[str, Setting]:
+        """One spelling per candidate: what has no meaning beside the other settings is left out."""
+        context = {**visible(self.args), **values}
+        if context.get("speculation") == "none":
+            values = {name: value for name, value in values.items() if name not in SPECULATIVE}
+        steps = context.get("num_steps")
+        chain = context.get("topk", 1) == 1 and isinstance(steps, int)
+        if chain and isinstance(steps, int) and values.get("num_draft_tokens") == steps + 1:
+            values = {name: value for name, value in values.items() if name != "num_draft_tokens"}
+        return dict(sorted(values.items()))
+
+    @property
+    def meaning(self) -> dict[str, Any]:
+        """All that a measurement depends on: everything but the name and the budget, as it is in effect."""
+        file = self.file.model_dump(mode="json")
+        del file["name"], file["budget"]
+        workload = self.workload
+        file["workload"] = {
+            "prompts": workload.prompts,
+            "max_tokens": workload.max_tokens,
+            "temperature": workload.temperature,
+            "concurrency": list(workload.concurrency),
+            "weights": [round(weight, 12) for weight in workload.weights],
+        }
+        return file
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of `meaning`: studies of equal fingerprints may be continued with one another's space files."""
+        return short_hash(self.meaning)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` reverses it."""
+        return self.file.model_dump(mode="json")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The space that `to_dict` wrote."""
+        return cls(SpaceFile.model_validate(data))
+
+
+def visible(args: Mapping[str, Any]) -> dict[str, Setting]:
+    """The arguments that expressions see: single values."""
+    return {name: value for name, value in args.items() if isinstance(value, (bool, int, float, str))}
+
+
+def in_order(parameters: list[Parameter]) -> tuple[Parameter, ...]:
+    """Parameters so that each comes after those which its condition mentions, otherwise as written.
+
+    Raises:
+        ExpressionError: conditions that wait for one another; names them.
+    """
+    waiting = {parameter.name: parameter for parameter in parameters}
+    ordered: list[Parameter] = []
+    while waiting:
+        ready = next(
+            (p for p in waiting.values() if p.when is None or not any(name in waiting for name in p.when.names)), None
+        )
+        if ready is None:
+            raise ExpressionError(f"the conditions of {' and '.join(_cycle(waiting))} wait for one another")
+        ordered.append(waiting.pop(ready.name))
+    return tuple(ordered)
+
+
+def _cycle(waiting: Mapping[str, Parameter]) -> list[str]:
+    path = [next(iter(waiting))]
+    while True:
+        when = waiting[path[-1]].when
+        assert when is not None
+        following = next(name for name in when.names if name in waiting)
+        if following in path:
+            return path[path.index(following) :]
+        path.append(following)
+
+
+def _workload(file: SpaceFile) -> Workload:
+    section = file.workload
+    levels = list(section.concurrency)
+    weights = section.weights or [1.0] * len(levels)
+    max_tokens = section.max_tokens
+    if file.profile == "short":
+        max_tokens = min(max_tokens, SHORT_MAX_TOKENS)
+        if len(levels) > 2:
+            levels, weights = [levels[0], levels[-1]], [weights[0], weights[-1]]
+            if not sum(weights) > 0:
+                weights = [1.0, 1.0]
+    total = math.fsum(weights)
+    return Workload(
+        prompts=section.prompts,
+        max_tokens=max_tokens,
+        temperature=section.temperature,
+        concurrency=tuple(levels),
+        weights=tuple(weight / total for weight in weights),
+    )
+
+
+def differences(old: Space, new: Space) -> list[str]:
+    """What changed between two spaces, one sentence each; empty when their fingerprints are equal."""
+    before, after = _flat(old.meaning), _flat(new.meaning)
+    sentences = []
+    for key in dict.fromkeys([*before, *after]):
+        if key not in after:
+            sentences.append(f"{key}: removed (was {before[key]!r})")
+        elif key not in before:
+            sentences.append(f"{key}: added ({after[key]!r})")
+        elif before[key] != after[key]:
+            sentences.append(f"{key}: was {before[key]!r}, is now {after[key]!r}")
+    return sentences
+
+
+def _flat(value: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        where = f"{path}.{key}" if path else key
+        if isinstance(inner, Mapping) and inner:
+            flat.update(_flat(inner, where))
+        elif isinstance(inner, list) and inner and isinstance(inner[0], Mapping):
+            for i, item in enumerate(inner):
+                flat.update(_flat(item, f"{where}[{i}]"))
+        elif inner is not None:
+            flat[where] = inner
+    return flat
