@@ -1,0 +1,1 @@
+"""A server and its whole process family: start, readiness, failure classes, teardown."""

@@ -1,0 +1,246 @@
+"""Who belongs to a server: its process family, found by marker, session, ancestry and memory of earlier looks.
+
+No single one of these is enough. A worker that leaves the session escapes the group, one whose parent has died
+escapes the walk from parent to child, and one that rewrites its title may overwrite the environment that holds the
+marker. Together they miss nothing that any of them would find.
+
+Everything here reads `/proc`. Elsewhere `snapshot` is empty and a family is the server's process group alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+MARKER = "SPEC_TUNER_MARKER"
+"""The environment variable that every process of a launch inherits."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process at one moment. `started` (ticks since boot) tells it from a later one of the same pid."""
+
+    pid: int
+    ppid: int
+    group: int
+    session: int
+    started: int
+    cpu_s: float
+    zombie: bool
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What identifies a process for good: its pid and when it started."""
+        return self.pid, self.started
+
+
+def marker_text(marker: Mapping[str, str]) -> str:
+    """One spelling of a marker: `key=value;` in order. The text of the first entries is a prefix of the whole."""
+    return "".join(f"{quote(key, safe='')}={quote(value, safe='')};" for key, value in marker.items())
+
+
+def snapshot() -> dict[int, Process]:
+    """Every process that can be seen, by pid; empty where there is no /proc."""
+    found = {}
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return {}
+    for name in names:
+        if name.isdigit() and (process := look(int(name))):
+            found[process.pid] = process
+    return found
+
+
+def look(pid: int) -> Process | None:
+    """This process now; None when there is none (or no /proc)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The name stands in parentheses and may hold anything, parentheses and spaces included.
+    fields = text[text.rindex(")") + 2 :].split()
+    return Process(
+        pid=pid,
+        ppid=int(fields[1]),
+        group=int(fields[2]),
+        session=int(fields[3]),
+        started=int(fields[19]),
+        cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS,
+        zombie=fields[0] in "ZX",
+    )
+
+
+def marker_of(pid: int) -> str | None:
+    """The marker in a process's initial environment; None when it has none or may not be read."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    prefix = MARKER.encode() + b"="
+    for entry in environment.split(b"\0"):
+        if entry.startswith(prefix):
+            return entry[len(prefix) :].decode(errors="replace")
+    return None
+
+
+def ourselves(processes: Mapping[int, Process]) -> frozenset[int]:
+    """This process and its ancestors: never to be signalled, whatever marker they carry."""
+    found = {os.getpid(), os.getppid(), 1}
+    pid = os.getppid()
+    while (process := processes.get(pid)) and process.ppid not in found:
+        pid = process.ppid
+        found.add(pid)
+    return frozenset(found)
+
+
+def descendants(roots: Iterable[int], processes: Mapping[int, Process]) -> set[int]:
+    """`roots` and everything below them that is still linked to them by parent."""
+    children: dict[int, list[int]] = {}
+    for process in processes.values():
+        children.setdefault(process.ppid, []).append(process.pid)
+    found: set[int] = set()
+    open_ = list(roots)
+    while open_:
+        pid = open_.pop()
+        if pid not in found:
+            found.add(pid)
+            open_ += children.get(pid, [])
+    return found
+
+
+class Family:
+    """The processes of one launch, remembered across looks.
+
+    Args:
+        pid: the server, which leads its own session and process group.
+        marker: the marker's text in its environment, unique to this launch.
+    """
+
+    def __init__(self, pid: int, marker: str) -> None:
+        self.pid = pid
+        self.marker = marker
+        leader = look(pid)
+        self._leader_started = leader.started if leader else None
+        self._known: set[tuple[int, int]] = {leader.key} if leader else set()
+
+    def members(self) -> list[Process]:
+        """Everything of the family that exists now, zombies included."""
+        processes = snapshot()
+        leader = processes.get(self.pid)
+        # A group id is never reused while a member lives, so only a foreign leader of that pid makes it foreign.
+        group_is_ours = leader is None or leader.started == self._leader_started
+        seeds = set()
+        for process in processes.values():
+            known = process.key in self._known
+            grouped = group_is_ours and self.pid in (process.group, process.session)
+            if known or grouped or (not process.zombie and marker_of(process.pid) == self.marker):
+                seeds.add(process.pid)
+        pids = descendants(seeds, processes) - ourselves(processes)
+        found = [processes[pid] for pid in sorted(pids)]
+        self._known.update(process.key for process in found)
+        return found
+
+    def living(self) -> list[Process]:
+        """The members that run: zombies are only waiting to be noticed by their parent."""
+        return [process for process in self.members() if not process.zombie]
+
+    def reap(self) -> None:
+        """Collects those zombies that were re-parented to us (`adopt_orphans`); the server itself is its owner's."""
+        me = os.getpid()
+        for process in self.members():
+            if process.zombie and process.ppid == me and process.pid != self.pid:
+                try:
+                    os.waitpid(process.pid, os.WNOHANG)
+                except ChildProcessError:
+                    continue
+
+
+def sockets(pid: int) -> frozenset[int]:
+    """Inodes of the sockets that a process holds open; empty when it is gone or may not be read."""
+    found = set()
+    try:
+        descriptors = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return frozenset()
+    for descriptor in descriptors:
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            found.add(int(target[8:-1]))
+    return frozenset(found)
+
+
+def bytes_read(pid: int) -> int:
+    """Bytes that a process has read so far, from disk or by call; 0 when it cannot be told."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    values = dict(line.split(": ") for line in lines)
+    # `rchar` misses a memory-mapped file and `read_bytes` a cached one.
+    return int(values["rchar"]) + int(values["read_bytes"])
+
+
+def send(process: Process, number: signal.Signals) -> bool:
+    """Signals exactly this process, never a later one with its pid. False when it was gone or may not be signalled."""
+    if process.pid in (os.getpid(), os.getppid(), 1):
+        raise ValueError(f"refusing to signal process {process.pid}: it is not part of a server")
+    try:
+        handle = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        return _send_by_pid(process, number)
+    try:
+        current = look(process.pid)
+        if current is None or current.started != process.started:
+            return False
+        signal.pidfd_send_signal(handle, number)
+        return True
+    except (ProcessLookupError, PermissionError):
+        return False
+    finally:
+        os.close(handle)
+
+
+def _send_by_pid(process: Process, number: signal.Signals) -> bool:
+    current = look(process.pid)
+    if current is None or current.started != process.started:
+        return False
+    try:
+        os.kill(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = 0.02) -> bool:
+    """Whether `condition` came true within the time; it is asked at least once."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(poll_s)
+    return True
+
+
+def adopt_orphans() -> bool:
+    """Makes this process the parent of descendants whose own parent dies (Linux); False where there is no such thing.
+
+    Without it they would go to PID 1 and, in a container whose PID 1 does not reap, stay as zombies for good.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)

@@ -1,0 +1,581 @@
+"""One server of one launch record: started, waited for, tried with a real completion, and ended without a trace."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
+
+import httpx
+
+from tuner.errors import LaunchFailed
+from tuner.launch import ports
+from tuner.launch.classify import classify
+from tuner.launch.kinds import Phase, failure
+from tuner.launch.processes import (
+    MARKER,
+    Family,
+    adopt_orphans,
+    bytes_read,
+    marker_text,
+    send,
+    sockets,
+    wait_until,
+)
+from tuner.records import Failure, LaunchRecord
+
+_T = TypeVar("_T")
+
+_POLL_S = 0.05
+_LOG_LIMIT = 4 << 20
+"""Bytes of a log part that are read for classification: its first half and its last."""
+
+_BUSY_SHARE = 0.05
+"""Share of one core above which an unready server counts as working: an idle event loop stays far below."""
+
+_READ_STEP = 1 << 16
+"""Bytes read between two looks that count as progress of loading."""
+
+_PROMPT = "Count on: one two three one two three one two three one two"
+"""A prompt that repeats itself, so that a drafter which looks things up has something to draft from."""
+
+
+@dataclass(frozen=True)
+class LaunchLimits:
+    """How long to wait for what, in seconds.
+
+    Args:
+        stall_s: without any sign of progress (log, CPU, bytes read) before readiness.
+        startup_s: for readiness, however lively the server is.
+        smoke_s: for the first completion; kernels may be compiled in it.
+        info_s: for the information endpoint.
+        grace_s: between SIGTERM and SIGKILL.
+        gone_s: for killed processes and the port to be gone.
+    """
+
+    stall_s: float = 120.0
+    startup_s: float = 3600.0
+    smoke_s: float = 120.0
+    info_s: float = 10.0
+    grace_s: float = 15.0
+    gone_s: float = 20.0
+
+
+@dataclass(frozen=True)
+class StopReport:
+    """How a server ended.
+
+    Args:
+        exit_status: of the server itself, negative for a signal.
+        escalated: whether the server needed SIGKILL.
+        killed: pids of its family that outlived it and were killed.
+        leftovers: pids that could not be ended, for instance because they wait in a driver.
+        port_free: whether the port can be listened on again.
+        seconds: that stopping took.
+    """
+
+    exit_status: int | None
+    escalated: bool
+    killed: tuple[int, ...]
+    leftovers: tuple[int, ...]
+    port_free: bool
+    seconds: float
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is left of the launch."""
+        return not self.leftovers and self.port_free
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """The first real completion: how many tokens in how many seconds, by which path."""
+
+    tokens: int
+    seconds: float
+    path: str
+
+
+class _Reply(NamedTuple):
+    """What a request came to: a status with a body, or the error that stood in its place."""
+
+    status: int | None
+    body: str
+    error: str = ""
+    timed_out: bool = False
+
+    def json(self) -> Any:
+        """The body as JSON.
+
+        Raises:
+            ValueError: when it is not.
+        """
+        return httpx.Response(self.status or 0, text=self.body).json()
+
+
+class _Died(Exception):
+    """The server ended while something was waited for."""
+
+
+class Server:
+    """A running server. Start it with `Server.start`, best in a `with` block, which stops it.
+
+    Not for use from several threads at once, but for `failure` and `alive`.
+    """
+
+    def __init__(
+        self,
+        record: LaunchRecord,
+        process: subprocess.Popen[bytes],
+        marker: str,
+        log_path: Path,
+        limits: LaunchLimits,
+    ) -> None:
+        self.record = record
+        self.log_path = log_path
+        self.limits = limits
+        self.marker = marker
+        self.started_at = time.time()
+        self.startup_s: float | None = None
+        self._process = process
+        self._family = Family(process.pid, marker)
+        self._ready_at: int | None = None
+        self._proven_at: int | None = None
+        self._phase: Phase = "ready"
+        self._report: StopReport | None = None
+
+    @classmethod
+    def start(
+        cls,
+        record: LaunchRecord,
+        *,
+        marker: Mapping[str, str],
+        log_path: Path | str,
+        limits: LaunchLimits | None = None,
+    ) -> Server:
+        """Starts the record's command in a session of its own; returns at once, long before it is ready.
+
+        Args:
+            record: what to start. Its environment difference is applied to ours.
+            marker: who this launch is, in order from general to special, e.g. study then launch. Every process of
+                the launch carries it in `SPEC_TUNER_MARKER`, with a nonce added, and `reap` finds it by a prefix.
+            log_path: gets what the server writes to its output and error streams; replaced when it exists.
+            limits: how long to wait for what.
+
+        Raises:
+            LaunchFailed: when the port is taken, or the program cannot be executed. Nothing runs then.
+        """
+        if not ports.is_free(record.port, record.host):
+            raise LaunchFailed(
+                failure("port_conflict", "start", f"something already listens on {record.host}:{record.port}")
+            )
+        adopt_orphans()
+        text = marker_text({**marker, "nonce": secrets.token_hex(6)})
+        path = Path(log_path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise LaunchFailed(failure("env_broken", "start", f"the log cannot be written: {error}")) from error
+        try:
+            process = subprocess.Popen(
+                record.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(record, text),
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            raise LaunchFailed(
+                failure("env_broken", "start", f"'{record.argv[0]}' cannot be started: {error}")
+            ) from error
+        finally:
+            os.close(log)
+        return cls(record, process, text, path, limits or LaunchLimits())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Of the server, which is also its process group and session."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server itself runs."""
+        return self._process.poll() is None
+
+    def wait_ready(self, watch: Callable[[float], None] | None = None) -> float:
+        """Waits until the server answers 200 on its ready path, from a listener of its own; returns the seconds.
+
+        Args:
+            watch: called about once a second with the seconds since the start, for a progress display.
+
+        Raises:
+            LaunchFailed: the server ended, made no progress for `stall_s`, exceeded `startup_s`, or somebody else
+                listens on its port. It may still run: `stop` it.
+        """
+        self._phase = "ready"
+        began = time.monotonic()
+        progress = _Progress(self._family, self.log_path)
+        next_look = began
+        while True:
+            reply = self._ask("GET", self.record.ready_path, timeout_s=5.0, phase="ready", between=progress.check)
+            now = time.monotonic()
+            if reply.status is not None:
+                self._check_owner()
+                if reply.status == 200:
+                    break
+            if now >= next_look:
+                next_look = now + 1.0
+                progress.check()
+                if watch:
+                    watch(now - began)
+            last = f"{self.record.ready_path} last said: {reply.status or reply.error}"
+            if now - progress.at > self.limits.stall_s:
+                seen = f"no log line, no CPU time and nothing read for {self.limits.stall_s:g} s; {last}"
+                self._fail("ready", "startup_hang", seen)
+            if now - began > self.limits.startup_s:
+                self._fail("ready", "startup_timeout", f"not ready after {self.limits.startup_s:g} s; {last}")
+            self._pause(_POLL_S)
+        self.startup_s = time.monotonic() - began
+        self._ready_at = self._log_size()
+        self._family.members()
+        return self.startup_s
+
+    def smoke(self, tokens: int = 16) -> Smoke:
+        """A real completion of up to `tokens` tokens: a healthy server may still die on its first decode.
+
+        Raises:
+            LaunchFailed: the server died, answered with an error, with something else than a completion, or not at
+                all. When its log holds an error from before readiness, that error is the evidence (partial_init).
+        """
+        self._phase = "smoke"
+        began = time.monotonic()
+        path = "/v1/completions"
+        body: dict[str, Any] = {"model": self.record.served_model, "prompt": _PROMPT, "max_tokens": tokens}
+        reply = self._ask("POST", path, timeout_s=self.limits.smoke_s, phase="smoke", body=body)
+        if reply.status in (404, 405):
+            chat_path = "/v1/chat/completions"
+            messages = [{"role": "user", "content": _PROMPT}]
+            body = {"model": self.record.served_model, "messages": messages, "max_tokens": tokens}
+            chat = self._ask("POST", chat_path, timeout_s=self.limits.smoke_s, phase="smoke", body=body)
+            if chat.status not in (404, 405):
+                path, reply = chat_path, chat
+        self._check_smoke(path, reply)
+        count = self._count(path, reply)
+        self._family.members()
+        # Once the server has decoded, an error of its start that it lives with is not held against it any more.
+        self._proven_at = self._log_size()
+        self._phase = "bench"
+        return Smoke(count, time.monotonic() - began, path)
+
+    def server_info(self) -> dict[str, Any] | None:
+        """What the server says about itself; None when it has no such path, does not answer in time or not in JSON.
+
+        None means that the effective settings are unknown, which is not a failure of the server.
+
+        Raises:
+            LaunchFailed: when the server ended meanwhile.
+        """
+        if self.record.info_path is None:
+            return None
+        reply = self._ask("GET", self.record.info_path, timeout_s=self.limits.info_s, phase="readback")
+        try:
+            data = reply.json() if reply.status == 200 else None
+        except ValueError:
+            return None
+        return data if isinstance(data, dict) else None
+
+    def failure(self, phase: Phase = "bench", wait_s: float = 0.0) -> Failure | None:
+        """Why the server is not running any more; None while it runs, or after a wanted stop.
+
+        Args:
+            phase: what the tuner was doing.
+            wait_s: how long a server that has just dropped a connection may take to end.
+        """
+        if self._report is not None:
+            return None
+        if not wait_until(lambda: not self.alive, wait_s):
+            return None
+        return self._classify(phase)
+
+    def hung(self, seen: str) -> Failure:
+        """The failure of a server under load that lives and gives no tokens; `seen` says for how long."""
+        return self.failure("bench") or self._classify("bench", "hung_decode", seen)
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last lines of the log."""
+        return "\n".join(_read(self.log_path, 0, None).splitlines()[-lines:])
+
+    def stop(self) -> StopReport:
+        """Ends the whole family and waits until its processes (zombies aside) and the port are gone.
+
+        SIGTERM to the group, SIGKILL after the grace time, then SIGKILL for whatever outlived the server. Calling it
+        again returns the same report.
+        """
+        if self._report is None:
+            try:
+                self._report = self._stop()
+            except BaseException:
+                # Interrupted while waiting: no more patience with the server, but it must not be left behind.
+                self._kill_family()
+                raise
+        return self._report
+
+    # -- asking -------------------------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout_s: float,
+        phase: Phase,
+        body: dict[str, Any] | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> _Reply:
+        """One request, given up as soon as the server ends, whatever the socket does."""
+        url = self.record.base_url + path
+
+        def request() -> _Reply:
+            try:
+                # Proxies of the surroundings must not stand between us and a server on this machine.
+                with httpx.Client(trust_env=False, timeout=timeout_s) as client:
+                    response = client.request(method, url, json=body)
+                    return _Reply(response.status_code, response.text)
+            except httpx.TimeoutException:
+                return _Reply(None, "", f"no answer in {timeout_s:g} s", timed_out=True)
+            except httpx.HTTPError as error:
+                return _Reply(None, "", f"{type(error).__name__}: {error}")
+
+        try:
+            return self._await(request, timeout_s, between)
+        except _Died:
+            raise LaunchFailed(self._classify(phase)) from None
+
+    def _await(self, call: Callable[[], _Reply], timeout_s: float, between: Callable[[], None] | None) -> _Reply:
+        result: list[_Reply] = []
+        done = threading.Event()
+
+        def work() -> None:
+            try:
+                result.append(call())
+            finally:
+                done.set()
+
+        threading.Thread(target=work, daemon=True, name="ask-server").start()
+        # `timeout_s` bounds each step of the request; a body that trickles could take for ever.
+        deadline = time.monotonic() + 2 * timeout_s
+        while not done.wait(_POLL_S):
+            if not self.alive:
+                raise _Died
+            if between:
+                between()
+            if time.monotonic() > deadline:
+                return _Reply(None, "", f"no complete answer in {2 * timeout_s:g} s", timed_out=True)
+        if not self.alive:
+            raise _Died
+        return result[0] if result else _Reply(None, "", "the request could not be made")
+
+    def _pause(self, seconds: float) -> None:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return
+        raise LaunchFailed(self._classify("ready"))
+
+    def _check_owner(self) -> None:
+        """Raises when a socket that listens on our port belongs to somebody else."""
+        listening = ports.listeners(self.record.port, self.record.host)
+        if listening is None:
+            return
+        own = frozenset[int]().union(*(sockets(process.pid) for process in self._family.living()))
+        if listening - own or not listening:
+            if not self.alive:
+                raise LaunchFailed(self._classify("ready"))
+            # The listener may have closed between the answer and this look.
+            listening = ports.listeners(self.record.port, self.record.host) or frozenset()
+            if listening - own:
+                message = f"a process that is not part of this launch answers on port {self.record.port}"
+                raise LaunchFailed(failure("port_conflict", "ready", message, self.log_tail()))
+
+    def _check_smoke(self, path: str, reply: _Reply) -> None:
+        if reply.status == 200:
+            return
+        # A server that has lost its engine often takes a moment to end, and its exit says more than the answer.
+        if wait_until(lambda: not self.alive, 1.0):
+            raise LaunchFailed(self._classify("smoke"))
+        if reply.status is None:
+            symptom = "hung_decode" if reply.timed_out else "bad_protocol"
+            self._fail("smoke", symptom, f"{path}: {reply.error}")
+        answer = f"{path} answered {reply.status}: {reply.body[:300].strip()}"
+        self._fail("smoke", "engine_dead_5xx" if reply.status >= 500 else "bad_protocol", answer)
+
+    def _count(self, path: str, reply: _Reply) -> int:
+        """Tokens of a completion, by its usage or, without one, 1 for any text."""
+        try:
+            data = reply.json()
+            choice = data["choices"][0]
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            usage = data.get("usage") or {}
+            count = int(usage.get("completion_tokens") or 0) or int(bool(text))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            seen = f"{path} answered 200 without a completion ({error!r}): {reply.body[:300].strip()}"
+            self._fail("smoke", "bad_protocol", seen)
+        if count < 1:
+            self._fail("smoke", "short_output", f"{path} answered 200 with no token: {reply.body[:300].strip()}")
+        return count
+
+    # -- failing ------------------------------------------------------------------------------------------------
+
+    def _fail(self, phase: Phase, symptom: str, seen: str) -> NoReturn:
+        raise LaunchFailed(self._classify(phase, symptom, seen))
+
+    def _classify(self, phase: Phase, symptom: str | None = None, seen: str = "") -> Failure:
+        """The failure now, from the part of the log that matters in this phase."""
+        before_decode = phase in ("smoke", "readback") and self._proven_at is None
+        since = self._proven_at or (self._ready_at if before_decode else None) or 0
+        return classify(
+            _read(self.log_path, since, None),
+            phase=phase,
+            exit_status=self._process.poll(),
+            engine=self.record.engine,
+            earlier=_read(self.log_path, 0, self._ready_at) if before_decode and self._ready_at else "",
+            port=self.record.port,
+            symptom=symptom,
+            seen=seen,
+        )
+
+    def _log_size(self) -> int:
+        try:
+            return self.log_path.stat().st_size
+        except OSError:
+            return 0
+
+    # -- stopping -----------------------------------------------------------------------------------------------
+
+    def _stop(self) -> StopReport:
+        began = time.monotonic()
+        deadline = began + self.limits.grace_s
+        self._family.members()
+        if self.alive:
+            self._signal_group(signal.SIGTERM)
+        wait_until(lambda: not self.alive, deadline - time.monotonic())
+        escalated = self.alive
+        if not escalated:
+            # The server has ended in order; what it told to end with it gets a moment to do so.
+            wait_until(lambda: not self._family.living(), min(1.0, max(0.0, deadline - time.monotonic())))
+        killed = self._kill_family()
+        leftovers = tuple(process.pid for process in self._family.living())
+        port_free = wait_until(lambda: ports.is_free(self.record.port, self.record.host), self.limits.gone_s)
+        return StopReport(
+            exit_status=self._process.poll(),
+            escalated=escalated,
+            killed=tuple(sorted(killed - {self.pid})),
+            leftovers=leftovers,
+            port_free=port_free,
+            seconds=time.monotonic() - began,
+        )
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        # While the server has not been waited for, its pid, and with it the group's id, cannot mean anyone else.
+        if self.pid == os.getpgrp():
+            raise RuntimeError("refusing to signal the tuner's own process group")
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            return
+
+    def _kill_family(self) -> set[int]:
+        """SIGKILL until none is left: a member may start another between a look and the signal."""
+        killed: set[int] = set()
+
+        def gone() -> bool:
+            if self.alive:
+                self._signal_group(signal.SIGKILL)
+            for process in self._family.living():
+                if send(process, signal.SIGKILL):
+                    killed.add(process.pid)
+            self._family.reap()
+            return not self.alive and not self._family.living()
+
+        wait_until(gone, self.limits.gone_s)
+        return killed
+
+
+class _Progress:
+    """Signs of life of a server that is not ready yet: log output, CPU time, bytes read."""
+
+    _EVERY_S = 0.5
+
+    def __init__(self, family: Family, log_path: Path) -> None:
+        self._family = family
+        self._log_path = log_path
+        self.at = time.monotonic()
+        self._looked = self.at
+        self._log, self._cpu, self._read = self._look()
+
+    def check(self) -> None:
+        """Looks, at most twice a second, and notes the time when something has moved."""
+        now = time.monotonic()
+        if now - self._looked < self._EVERY_S:
+            return
+        log, cpu, read = self._look()
+        busy = cpu - self._cpu > _BUSY_SHARE * (now - self._looked)
+        if log != self._log or busy or read - self._read >= _READ_STEP:
+            self.at = now
+        self._looked, self._log, self._cpu, self._read = now, log, cpu, read
+
+    def _look(self) -> tuple[int, float, int]:
+        family = self._family.living()
+        try:
+            size = self._log_path.stat().st_size
+        except OSError:
+            size = 0
+        return size, sum(process.cpu_s for process in family), sum(bytes_read(process.pid) for process in family)
+
+
+def environment(record: LaunchRecord, marker: str) -> dict[str, str]:
+    """The environment of a launch: ours, the record's difference, and the marker."""
+    result = dict(os.environ)
+    for name, value in record.env.items():
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = value
+    result[MARKER] = marker
+    return result
+
+
+def _read(path: Path, start: int, end: int | None) -> str:
+    """A part of a log; of a very long one the first and the last bytes, where causes and last words stand."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END) if end is None else end
+            file.seek(start)
+            if size - start <= _LOG_LIMIT:
+                data = file.read(max(0, size - start))
+            else:
+                data = file.read(_LOG_LIMIT // 2) + b"\n"
+                file.seek(size - _LOG_LIMIT // 2)
+                data += file.read(_LOG_LIMIT // 2)
+    except OSError as error:
+        return f"(the log cannot be read: {error})"
+    return data.decode(errors="replace")
