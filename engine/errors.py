@@ -1,0 +1,39 @@
+"""What can go wrong, in one hierarchy. Each message says what happened and what to do; `exit_code` ends the command."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of all errors with a message for a person."""
+
+    exit_code = 1
+
+
+class UsageError(EngineError):
+    """Wrong settings. Nothing was started."""
+
+    exit_code = 2
+
+
+class ModelNotFound(UsageError):
+    """The model named is neither known, nor a file, nor a folder that can be used."""
+
+
+class DownloadFailed(EngineError):
+    """A known model could not be fetched, or what came is not what was pinned. The cache is as it was."""
+
+
+class TokenizerError(EngineError):
+    """The model's vocabulary or chat template cannot be used."""
+
+
+class TemplateError(EngineError):
+    """The chat template refused these messages, or failed on them."""
+
+
+class PortUnavailable(EngineError):
+    """The address to listen on is taken or not ours."""
+
+
+class EngineDown(EngineError):
+    """The model process has ended; no request can be answered any more. The message is the cause."""
