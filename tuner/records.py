@@ -222,7 +222,8 @@ class Verdict:
     """What the pairs of one candidate say at one level (`concurrency`), or over all of them (None).
 
     `speedup`, `low` and `high` are ratios to the baseline; the interval is two-sided at `confidence` and absent
-    (None) under four pairs. `detectable` is the smallest relative gain that this many pairs could have shown.
+    (None) under four pairs. `detectable` is the smallest relative gain that this many pairs (under four: that four)
+    could have shown.
     """
 
     candidate_id: str

@@ -64,18 +64,16 @@ def p_above(log_ratios: Sequence[float], threshold: float) -> float:
 def detectable_effect(sd: float, n: int, *, alpha: float = ALPHA, power: float = POWER) -> float:
     """The true mean that a two-sided paired t-test of `n` pairs finds with probability `power`.
 
-    In the unit of `sd`. One pair has no SD of its own; `sd` is then taken as known.
+    In the unit of `sd`.
     """
-    if n < 1 or sd < 0:
-        raise ValueError("needs at least one pair and a standard deviation of at least 0")
+    if n < 2 or sd < 0:
+        raise ValueError("needs at least two pairs and a standard deviation of at least 0")
     return sd * _standardised(n, alpha, power) / math.sqrt(n)
 
 
 @lru_cache(maxsize=1024)
 def _standardised(n: int, alpha: float, power: float) -> float:
     """The noncentrality at which the test of `n` pairs has this power."""
-    if n == 1:
-        return float(stats.norm.ppf(1 - alpha / 2) + stats.norm.ppf(power))
     critical = float(stats.t.ppf(1 - alpha / 2, n - 1))
 
     def short_of(noncentrality: float) -> float:

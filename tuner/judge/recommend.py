@@ -173,7 +173,7 @@ def _why_overall(best: _Evidence, levels: Sequence[int], worst_level: float) -> 
     worst = min(levels, key=lambda at: best.verdicts[at].speedup or 0.0)
     return (
         f"its whole interval lies above the baseline + 1 %, and at its worst level (concurrency {worst}) it is at "
-        f"{percent(best.verdicts[worst].speedup)}, not below {percent(worst_level)}"
+        f"{percent(best.verdicts[worst].speedup)} (limit {percent(worst_level)})"
     )
 
 
@@ -187,13 +187,16 @@ def _why_not(found: Verdict) -> str:
         return "even the best finalist is slower than the baseline"
     if found.outcome == "equivalent":
         return "the best finalist is equivalent to the baseline (within 2 %)"
-    return f"not separated: the interval of the best finalist reaches below +1 %; {_could_see(found)}"
+    return (
+        f"not separated: the interval of the best finalist over {found.n} pairs reaches below +1 %; {_could_see(found)}"
+    )
 
 
 def _could_see(found: Verdict) -> str:
     if found.detectable is None:
         return "the noise is not known"
-    return f"at the noise seen, a gain of {percent(1 + found.detectable)} or more would have shown"
+    who = f"{MIN_PAIRS} pairs" if found.n < MIN_PAIRS else "they"
+    return f"at the noise seen, {who} would show a gain of {percent(1 + found.detectable)} four times in five"
 
 
 def _why_nothing_confirmed(

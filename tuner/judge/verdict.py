@@ -30,13 +30,14 @@ def verdict(
     """The verdict of some pairs. `series` (1-s tokens of baseline and candidate) serves where one pair tells no noise.
 
     `detectable` is the smallest true gain that would have been called better with probability 80 %: the threshold of
-    1 % and the minimum detectable effect of a paired t-test on top.
+    1 % and the minimum detectable effect of a paired t-test on top. Under `MIN_PAIRS` pairs, which show nothing, it is
+    what `MIN_PAIRS` of them would have shown.
     """
     n = len(log_ratios)
     if n == 0:
         return Verdict(candidate_id, concurrency, 0, None, None, None, confidence, "not separated", None)
     mean = sum(log_ratios) / n
-    seen = detectable_gain(pair_sd(log_ratios, series), n, confidence)
+    seen = detectable_gain(pair_sd(log_ratios, series), max(n, MIN_PAIRS), confidence)
     if n < MIN_PAIRS:
         return Verdict(candidate_id, concurrency, n, math.exp(mean), None, None, confidence, "not separated", seen)
     interval = t_interval(log_ratios, confidence)
