@@ -100,7 +100,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Gate:
-    """One validity check of a block: its value, its limit and whether it passed. A failed gate makes a block invalid."""
+    """One validity check of a block: value, limit and whether it passed. A failed gate makes the block invalid."""
 
     name: str
     value: float
