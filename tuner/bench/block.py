@@ -341,7 +341,7 @@ class _BlockRun:
 
     def _enter(self, phase: Phase, usual_s: float) -> None:
         self.phase, self.phase_s, self.phase_start_ns = phase, usual_s, monotonic_ns()
-        self.next_report = 0
+        self.next_look = self.next_report = 0
 
     async def _until(self, done: Callable[[], bool]) -> None:
         """Sleep until `done()`, watching the server. Raises `_Ended` when the block cannot go on."""

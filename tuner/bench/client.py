@@ -121,6 +121,7 @@ class Stream(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._failures = 0
         self._last_end_ns = 0
+        self._framed = False
         self._stopped = False
         self._now = 0
         self._connecting: asyncio.Task[None] | None = None
@@ -168,12 +169,25 @@ class Stream(asyncio.Protocol):
             self._finish("malformed", f"not HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """An answer without a length ends with the connection; `trace.py` decides whether it was whole."""
+        """An answer without a length ends with the connection; its finish reason tells whether it was whole."""
         self._transport = None
-        if self.current is not None:
+        if self.current is None:
+            return
+        if exc is None and self.current.status == 200 and self.current.events and not self._framed:
+            self._finish("complete")
+        else:
             self._finish("closed", str(exc) if exc else "the server closed the connection")
 
     # -- httptools ---------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """A new answer: its framing is not known yet."""
+        self._framed = False
+
+    def on_header(self, name: bytes, _value: bytes) -> None:
+        """Whether the answer says where it ends."""
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._framed = True
 
     def on_headers_complete(self) -> None:
         """Note the status, also of an answer that never ends."""

@@ -1,0 +1,230 @@
+"""`tuner bench URL`: measures a running server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tuner.bench.block import BlockProgress, measure_block
+from tuner.bench.client import Target
+from tuner.bench.plan import PROFILES, WindowPlan, window_plan
+from tuner.bench.prompts import Prompt, load_prompts
+from tuner.errors import EnvironmentBroken, LaunchFailed, TunerError, UsageError
+from tuner.records import Block, Failure
+
+ASK_TIMEOUT_S = 10.0
+
+
+def command(
+    url: Annotated[str, typer.Argument(help="Base URL of an OpenAI-compatible server, with or without /v1.")],
+    concurrency: Annotated[str, typer.Option(help="Concurrent requests; several levels as 1,8,32.")] = "1,8",
+    max_tokens: Annotated[int, typer.Option(help="Output tokens per request, at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    prompts: Annotated[str, typer.Option(help="A prompt set that ships, or a JSONL file.")] = "mixed",
+    profile: Annotated[str, typer.Option(help=f"Length of the windows: {', '.join(PROFILES)}.")] = "short",
+    model: Annotated[str | None, typer.Option(help="Model to ask for; default: the first one served.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="TUNER_API_KEY", help="Sent as a bearer token.")] = None,
+    seed: Annotated[int, typer.Option(help="Order of the prompts, and seed of the sampling.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+) -> None:
+    """Measure a running server at each concurrency: throughput, latencies, and whether the figures hold."""
+    try:
+        code = bench(
+            url,
+            levels=parse_levels(concurrency),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            prompts=load_prompts(prompts, split="all"),
+            plan=window_plan(profile),
+            model=model,
+            api_key=api_key,
+            seed=seed,
+            as_json=as_json,
+        )
+    except TunerError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from error
+    if code:
+        raise typer.Exit(code)
+
+
+def bench(
+    url: str,
+    *,
+    levels: list[int],
+    max_tokens: int,
+    temperature: float,
+    prompts: list[Prompt],
+    plan: WindowPlan,
+    model: str | None,
+    api_key: str | None,
+    seed: int,
+    as_json: bool,
+) -> int:
+    """Measure and print; returns the exit code: 0, or 1 when no level gave a valid block.
+
+    Raises:
+        UsageError: arguments that make no sense; nothing was sent.
+        EnvironmentBroken: nothing answers at the URL, or it is no OpenAI-compatible server.
+        LaunchFailed: the server failed at the first level; later failures are printed and end the run.
+    """
+    if max_tokens < 1:
+        raise UsageError(f"--max-tokens {max_tokens}: must be at least 1")
+    if not 0 <= temperature <= 2:
+        raise UsageError(f"--temperature {temperature}: must lie between 0 and 2")
+    target = Target.parse(url)
+    target.head("GET", "/v1/models", api_key)
+    served = served_model(target, api_key, model)
+    screen = Console(stderr=True)
+    blocks: list[Block] = []
+    failure: Failure | None = None
+    for level in levels:
+        with screen.status(f"concurrency {level}") as status:
+
+            def show(progress: BlockProgress, level: int = level, status: Any = status) -> None:
+                status.update(_progress_line(level, progress))
+
+            outcome = measure_block(
+                target.base_url,
+                model=served,
+                prompts=prompts,
+                concurrency=level,
+                role="screen",
+                max_tokens=max_tokens,
+                temperature=temperature,
+                plan=plan,
+                seed=seed,
+                api_key=api_key,
+                on_progress=show if sys.stderr.isatty() else None,
+            )
+        if outcome.block is None:
+            failure = outcome.failure
+            break
+        blocks.append(outcome.block)
+    if failure is not None and not blocks:
+        raise LaunchFailed(failure)
+    if as_json:
+        print(json.dumps(_document(target, served, blocks, failure), indent=2))
+    else:
+        _print(Console(), target, served, blocks, failure)
+    return 0 if failure is None and any(block.valid for block in blocks) else 1
+
+
+def parse_levels(text: str) -> list[int]:
+    """`1,8,32` as numbers; anything but distinct whole numbers from 1 on is a `UsageError`."""
+    try:
+        levels = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--concurrency '{text}': give whole numbers separated by commas, such as 1,8,32") from None
+    if min(levels) < 1:
+        raise UsageError(f"--concurrency {min(levels)}: must be at least 1")
+    if len(set(levels)) < len(levels):
+        raise UsageError(f"--concurrency '{text}': each level once")
+    return levels
+
+
+def served_model(target: Target, api_key: str | None, wanted: str | None) -> str:
+    """The name to ask for: `wanted` if it is given, else the first of `/v1/models`."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    where = f"{target.base_url}/v1/models"
+    try:
+        reply = httpx.get(where, headers=headers, timeout=ASK_TIMEOUT_S)
+    except httpx.TransportError as error:
+        raise EnvironmentBroken(
+            f"Nothing answers at {target.base_url} ({error or type(error).__name__}). Nothing was measured. "
+            "Is the server running, and is this its address?"
+        ) from error
+    if reply.status_code in (401, 403):
+        raise UsageError(
+            f"{where} answered {reply.status_code}: the server wants {'another' if api_key else 'an'} API key. "
+            "Give it with --api-key or in TUNER_API_KEY."
+        )
+    try:
+        names = [str(entry["id"]) for entry in reply.raise_for_status().json()["data"]]
+    except (httpx.HTTPStatusError, ValueError, KeyError, TypeError) as error:
+        if wanted is not None:
+            return wanted
+        raise EnvironmentBroken(
+            f"{where} does not answer as an OpenAI-compatible server does ({reply.status_code}). Nothing was measured. "
+            "Check the address, or name the model with --model."
+        ) from error
+    if wanted is not None:
+        if names and wanted not in names:
+            raise UsageError(f"--model '{wanted}' is not served at {target.base_url}; it serves: {', '.join(names)}")
+        return wanted
+    if not names:
+        raise EnvironmentBroken(f"{where} lists no model. Nothing was measured. Name one with --model.")
+    return names[0]
+
+
+def _progress_line(level: int, progress: BlockProgress) -> str:
+    rate = f", {progress.chunks_per_s:.0f} chunks/s" if progress.chunks_per_s else ""
+    failed = f", {progress.failed_requests} failed" if progress.failed_requests else ""
+    return (
+        f"concurrency {level}: {progress.phase} {progress.elapsed_s:.0f}/{progress.total_s:.0f} s, "
+        f"{progress.requests} requests{failed}{rate}"
+    )
+
+
+COLUMNS = ("C", "tok/s", "per request", "avg ms", "p50 ms", "p90 ms", "p99 ms", "TTFT p50", "tokens", "wall s", "ok")
+
+
+def row(block: Block) -> tuple[str, ...]:
+    """One block as the cells of `COLUMNS`. Latencies are end to end; wall is the window."""
+    return (
+        str(block.concurrency),
+        f"{block.tokens_per_s:.1f}",
+        f"{block.per_stream_tokens_per_s:.1f}",
+        _ms(block.e2e_ms.mean),
+        _ms(block.e2e_ms.p50),
+        _ms(block.e2e_ms.p90),
+        _ms(block.e2e_ms.p99),
+        _ms(block.ttft_ms.p50),
+        f"{block.tokens:.0f}",
+        f"{block.window_s:.1f}",
+        f"{block.requests}/{block.requests + block.failed_requests}" + ("" if block.valid else " invalid"),
+    )
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}"
+
+
+def _print(console: Console, target: Target, served: str, blocks: list[Block], failure: Failure | None) -> None:
+    table = Table(title=f"{served} at {target.base_url}")
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for block in blocks:
+        table.add_row(*row(block))
+    console.print(table)
+    for block in blocks:
+        if block.accept_length is not None:
+            console.print(f"Concurrency {block.concurrency}: accept length {block.accept_length:.2f} (drafts + 1)")
+    for block in blocks:
+        for gate in block.gates:
+            if not gate.ok:
+                console.print(
+                    f"Concurrency {block.concurrency} is invalid: {gate.name}, {gate.value:.4g} "
+                    f"(limit {gate.limit:.4g}): {gate.detail}",
+                    markup=False,
+                )
+    if any(block.e2e_ms.p99 is None for block in blocks):
+        console.print("p99 needs 100 requests in the window; a longer one gives it (--profile full).")
+    if failure is not None:
+        console.print(f"Ended early: {failure.kind}: {failure.message}", markup=False)
+
+
+def _document(target: Target, served: str, blocks: list[Block], failure: Failure | None) -> Mapping[str, Any]:
+    return {
+        "url": target.base_url,
+        "model": served,
+        "blocks": [{**block.to_dict(), "valid": block.valid, "success_rate": block.success_rate} for block in blocks],
+        "failure": None if failure is None else {"kind": failure.kind, "message": failure.message},
+    }
