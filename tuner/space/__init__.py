@@ -3,11 +3,12 @@
 from tuner.space.check import EngineFacts, KnownSetting, Outside
 from tuner.space.load import find_space, load_space, parse_space, shipped
 from tuner.space.problems import Problem, SpaceProblems, nearest, unknown
-from tuner.space.space import Parameter, Space, Workload, differences
+from tuner.space.space import Listed, Parameter, Space, Workload, differences
 
 __all__ = [
     "EngineFacts",
     "KnownSetting",
+    "Listed",
     "Outside",
     "Parameter",
     "Problem",

@@ -249,8 +249,8 @@ class Checker:
             settings = {name: value for name, value in space.baseline.settings.items() if not name.startswith("env.")}
             for problem in engine.problems(space.args, settings):
                 self.report(("baseline",), problem)
-        candidates = space.candidates()
-        if candidates is not None and not [c for c in candidates if c.id != space.baseline.id]:
+        listed = space.listed()
+        if listed is not None and not set(listed) - {space.baseline.id}:
             self.report(("rules",) if space.rules else ("parameters",), "no candidate is left besides the baseline")
 
 

@@ -148,7 +148,7 @@ class RuleSection(Section):
 class GuardSection(Section):
     """What a winner may not give up: the least speed-up at any level, the longest p90 time to the first token."""
 
-    min_speedup: PositiveNumber | None = None
+    min_speedup: PositiveNumber | None = 0.97
     ttft_p90_ms: PositiveNumber | None = None
 
 

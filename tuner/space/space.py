@@ -122,6 +122,14 @@ class Workload:
         return dict(zip(self.concurrency, self.weights, strict=True))
 
 
+@dataclass(frozen=True)
+class Listed:
+    """A candidate, and values of the parameters that make it up."""
+
+    candidate: Candidate
+    values: Mapping[str, Setting]
+
+
 class Space:
     """A valid space, as the study uses it. `file` is what was written; everything else follows from it."""
 
@@ -155,19 +163,19 @@ class Space:
                 return f"{rule.because} (rule: {rule.forbid.text})"
         return None
 
-    def candidates(self, limit: int = MAX_COMBINATIONS) -> tuple[Candidate, ...] | None:
-        """Every distinct candidate that no rule forbids; None when they cannot be listed within `limit` combinations.
+    def listed(self, limit: int = MAX_COMBINATIONS) -> dict[str, Listed] | None:
+        """Every distinct candidate that no rule forbids, by id; None when they cannot be listed within `limit`.
 
         The baseline is among them only where the parameters make it up.
         """
-        found: dict[str, Candidate] = {}
+        found: dict[str, Listed] = {}
         for count, values in enumerate(self._combinations(0, {})):
             if values is None or count >= limit:
                 return None
             candidate = Candidate(self._canonical(values))
             if candidate.id not in found and not self.forbidden(candidate):
-                found[candidate.id] = candidate
-        return tuple(found.values())
+                found[candidate.id] = Listed(candidate, values)
+        return found
 
     def _combinations(self, index: int, values: dict[str, Setting]) -> Iterator[dict[str, Setting] | None]:
         if index == len(self.parameters):

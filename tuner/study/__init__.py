@@ -1,0 +1,1 @@
+"""The study itself: records, planner, sampler, lease, controller."""

@@ -1,0 +1,186 @@
+"""A study as it stands: everything its database holds, as plain records. All decisions are functions of `StudyData`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from tuner.records import Candidate, Failure, LaunchRecord, Pair, Role, Setting, StoredBlock, Verdict
+from tuner.space import Space
+
+TrialKind = Literal["baseline", "measured", "duplicate", "illegal"]
+LaunchState = Literal["running", "done", "failed", "interrupted"]
+StudyState = Literal["new", "running", "interrupted", "stopped", "done"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Where the search ends: totals over the whole life of the study. `hours` counts time with a server."""
+
+    launches: int
+    candidates: int
+    hours: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; the keyword arguments of `Budget`."""
+        return {"launches": self.launches, "candidates": self.candidates, "hours": self.hours}
+
+
+@dataclass(frozen=True)
+class StoredTrial:
+    """One proposal of the sampler, as Optuna keeps it.
+
+    `running` trials have no value yet. `value` is the log speed-up over the baseline, `constraints` are met at 0 and
+    below. A duplicate repeats what is known of an equal candidate; an illegal one was never launched (`why`).
+    """
+
+    number: int
+    candidate_id: str
+    kind: TrialKind
+    running: bool
+    params: Mapping[str, Any]
+    value: float | None
+    constraints: Mapping[str, float]
+    why: str = ""
+
+    @property
+    def feasible(self) -> bool:
+        """Whether it was told and meets every constraint."""
+        return not self.running and all(value <= 0 for value in self.constraints.values())
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one launch is for: the blocks of one candidate, in one role, at one repetition."""
+
+    candidate_id: str
+    role: Role
+    repetition: int
+
+
+@dataclass(frozen=True)
+class StoredLaunch:
+    """One server start and how it went.
+
+    `interrupted`: the tuner itself ended, and the slot was not done. A failure is `forgiven` once it has stopped the
+    study: whoever starts it again has seen to the cause.
+    """
+
+    id: int
+    slot: Slot
+    state: LaunchState
+    marker: str
+    log_path: str
+    record: LaunchRecord | None
+    pid: int | None
+    started_at: float
+    ready_at: float | None
+    ended_at: float | None
+    effective: Mapping[str, Any] | None
+    exit_status: int | None
+    stop_mode: str | None
+    failure: Failure | None
+    forgiven: bool = False
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from start to end; 0 while it runs."""
+        return max(0.0, self.ended_at - self.started_at) if self.ended_at is not None else 0.0
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """One round of confirmation: each finalist against the baseline, `pairs` times, from `first_repetition` on."""
+
+    round: int
+    finalists: tuple[str, ...]
+    first_repetition: int
+    pairs: int
+
+    @property
+    def repetitions(self) -> range:
+        """The repetitions of this round; a pair's index is its repetition."""
+        return range(self.first_repetition, self.first_repetition + self.pairs)
+
+
+@dataclass(frozen=True)
+class StoredEvent:
+    """Something that happened, for the record and for `status`."""
+
+    id: int
+    at: float
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class StudyData:
+    """All records of one study at one moment."""
+
+    name: str
+    uid: str
+    created_at: float
+    state: StudyState
+    reason: str
+    seed: int
+    space: Space
+    fingerprint: Mapping[str, Any]
+    budget: Budget
+    candidates: Mapping[str, Candidate]
+    trials: tuple[StoredTrial, ...]
+    launches: tuple[StoredLaunch, ...]
+    blocks: Mapping[int, StoredBlock]
+    confirmations: tuple[Confirmation, ...]
+    verdicts: tuple[Verdict, ...] = ()
+    events: tuple[StoredEvent, ...] = field(default=(), repr=False)
+
+    @property
+    def baseline(self) -> Candidate:
+        """What every candidate is compared with."""
+        return self.space.baseline
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels of concurrency."""
+        return self.space.workload.concurrency
+
+    @cached_property
+    def by_slot(self) -> Mapping[Slot, tuple[StoredBlock, ...]]:
+        """The blocks of every slot, valid or not, in order of time."""
+        found: dict[Slot, list[StoredBlock]] = {}
+        for stored in sorted(self.blocks.values(), key=lambda stored: stored.order):
+            slot = Slot(stored.candidate_id, stored.role, stored.repetition)
+            found.setdefault(slot, []).append(stored)
+        return {slot: tuple(blocks) for slot, blocks in found.items()}
+
+    def block(self, slot: Slot, concurrency: int) -> StoredBlock | None:
+        """The valid block of a slot at a level."""
+        return next((b for b in self.by_slot.get(slot, ()) if b.concurrency == concurrency and b.block.valid), None)
+
+    @property
+    def measured(self) -> tuple[StoredTrial, ...]:
+        """The trials that were launched, in order, the baseline not among them."""
+        return tuple(trial for trial in self.trials if trial.kind == "measured")
+
+    @property
+    def simulated(self) -> bool:
+        """Whether any launch was of a simulated server."""
+        return any(launch.record is not None and launch.record.simulated for launch in self.launches)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds during which a server of this study was up."""
+        return sum(launch.duration_s for launch in self.launches)
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The pairs that the blocks make up; a function of the blocks alone."""
+        from tuner.study.score import pairs_of
+
+        return pairs_of(self)
+
+    def settings_of(self, candidate_id: str) -> Mapping[str, Setting]:
+        """The settings of a candidate of this study."""
+        return self.candidates[candidate_id].settings

@@ -1,0 +1,64 @@
+"""The answer of a study, from its records; any time, also while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+
+from tuner.judge.recommend import recommend
+from tuner.records import Choice, Recommendation, Verdict
+from tuner.study.data import StudyData
+from tuner.study.planner import POLICIES, disqualified
+from tuner.study.score import weights
+
+
+def recommendation(data: StudyData) -> Recommendation:
+    """The winner per concurrency and overall, or to keep the baseline.
+
+    A finalist that failed in confirmation cannot win, however fast it was before; nor can one at a level where it
+    breaks the guard on the time to the first token.
+    """
+    dropped = disqualified(data, POLICIES[data.space.profile])
+    slow = _too_slow_to_answer(data)
+    guard = data.space.objective.guard
+    found = recommend(
+        study=data.name,
+        baseline=data.baseline,
+        candidates=data.candidates,
+        blocks=data.blocks,
+        pairs=[
+            pair
+            for pair in data.pairs
+            if pair.role == "screen"
+            or not (pair.candidate_id in dropped or (pair.candidate_id, pair.concurrency) in slow)
+        ],
+        weights=weights(data),
+        profile=data.space.profile,
+        simulated=data.simulated,
+        worst_level=guard.min_speedup or 0.0,
+    )
+    notes = [f"Candidate {candidate} failed in confirmation and was left out." for candidate in sorted(dropped)]
+    notes += [
+        f"Candidate {candidate} was left out at concurrency {level}: p90 of the time to the first token {ms:.0f} ms, "
+        f"limit {guard.ttft_p90_ms:g} ms."
+        for (candidate, level), ms in sorted(slow.items())
+    ]
+    return replace(found, advice=(*notes, *found.advice)) if notes else found
+
+
+def _too_slow_to_answer(data: StudyData) -> dict[tuple[str, int], float]:
+    limit = data.space.objective.guard.ttft_p90_ms
+    if limit is None:
+        return {}
+    seen: dict[tuple[str, int], list[float]] = {}
+    for pair in data.pairs:
+        p90 = data.blocks[pair.candidate_block].block.ttft_ms.p90
+        if pair.role == "confirm" and p90 is not None:
+            seen.setdefault((pair.candidate_id, pair.concurrency), []).append(p90)
+    return {key: median(values) for key, values in seen.items() if median(values) > limit}
+
+
+def verdicts_of(found: Recommendation) -> list[Verdict]:
+    """The verdicts that a recommendation rests on."""
+    choices: list[Choice] = [found.overall, *found.per_concurrency]
+    return [choice.verdict for choice in choices if choice.verdict is not None]

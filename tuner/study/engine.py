@@ -1,0 +1,100 @@
+"""The part of an engine that a study needs, and the candidate-to-launch mapping that is the same for all engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from tuner.records import Candidate, Failure, LaunchRecord, Setting
+from tuner.space import Space
+
+UNSET = "unset"
+"""The choice of an `env.NAME` parameter that removes the variable; an empty or "0" value is something else."""
+
+
+class Mismatch(Protocol):
+    """A setting that is not in effect as asked."""
+
+    @property
+    def setting(self) -> str:
+        """Its neutral name."""
+
+    @property
+    def requested(self) -> Any:
+        """What was asked for."""
+
+    @property
+    def effective(self) -> Any:
+        """What the server runs with; None when it does not have the setting in effect at all."""
+
+    @property
+    def reason(self) -> str:
+        """Why, as far as the server says."""
+
+
+class StudyEngine(Protocol):
+    """What a study asks of an engine."""
+
+    def problems(self, args: Mapping[str, Any], settings: Mapping[str, Setting]) -> list[str]:
+        """Why the combination cannot work."""
+
+    def record(
+        self,
+        *,
+        model: str,
+        args: Mapping[str, Any],
+        env: Mapping[str, str | None],
+        settings: Mapping[str, Setting],
+        host: str,
+        port: int,
+    ) -> LaunchRecord:
+        """How to start it."""
+
+    def mismatches(self, record: LaunchRecord, server_info: dict[str, Any]) -> Sequence[Mismatch]:
+        """What is not in effect although it was asked for."""
+
+
+def split(candidate: Candidate) -> tuple[dict[str, Setting], dict[str, str | None]]:
+    """A candidate's engine settings, and its environment variables (None removes one)."""
+    settings = {name: value for name, value in candidate.settings.items() if not name.startswith("env.")}
+    env = {
+        name.removeprefix("env."): None if value == UNSET else str(value)
+        for name, value in candidate.settings.items()
+        if name.startswith("env.")
+    }
+    return settings, env
+
+
+def illegal(space: Space, engine: StudyEngine, candidate: Candidate) -> str | None:
+    """Why a candidate must not be launched: a rule of the space, or the engine; None when it may."""
+    if why := space.forbidden(candidate):
+        return why
+    problems = engine.problems(space.args, split(candidate)[0])
+    return "; ".join(problems) or None
+
+
+def launch_record(space: Space, engine: StudyEngine, candidate: Candidate, *, host: str, port: int) -> LaunchRecord:
+    """How to start the server of a candidate. Its settings include the environment variables that were tried."""
+    settings, env = split(candidate)
+    record = engine.record(
+        model=space.model, args=space.args, env={**space.env, **env}, settings=settings, host=host, port=port
+    )
+    return replace(record, settings=dict(candidate.settings))
+
+
+def not_in_effect(mismatches: Sequence[Mismatch]) -> Failure | None:
+    """The failure that mismatches are: such a candidate would be scored as something that it was not."""
+    if not mismatches:
+        return None
+    said = "; ".join(
+        f"{m.setting}: asked for {m.requested!r}, in effect {m.effective!r}" + (f" ({m.reason})" if m.reason else "")
+        for m in mismatches
+    )
+    if any(m.setting == "speculation" for m in mismatches):
+        kind = "spec_inactive"
+    elif all(m.effective is None for m in mismatches):
+        kind = "no_op_setting"
+    else:
+        kind = "capped_effective"
+    return Failure(kind, "readback", said)

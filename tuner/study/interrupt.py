@@ -1,0 +1,67 @@
+"""SIGINT and SIGTERM as one exception that ends a study in order; commits and teardown are shielded from it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user, or the system, wants the tuner to end. `signum` tells which."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+    @property
+    def exit_code(self) -> int:
+        """130 for SIGINT, 143 for SIGTERM, as shells have it."""
+        return 128 + self.signum
+
+
+class Interrupts:
+    """Turns the first signal into `Interrupted`. Later ones change nothing: the server is being stopped already."""
+
+    def __init__(self) -> None:
+        self._shields = 0
+        self._pending: int | None = None
+        self._raised = False
+
+    @contextmanager
+    def installed(self) -> Iterator[Interrupts]:
+        """Handles both signals for the block; does nothing outside of the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def shield(self) -> Iterator[None]:
+        """A signal within the block takes effect at its end."""
+        self._shields += 1
+        try:
+            yield
+        finally:
+            self._shields -= 1
+        if not self._shields and self._pending is not None and not self._raised:
+            self._raise(self._pending)
+
+    def _handle(self, signum: int, _frame: FrameType | None) -> None:
+        if self._raised:
+            return
+        if self._shields:
+            self._pending = signum
+        else:
+            self._raise(signum)
+
+    def _raise(self, signum: int) -> None:
+        self._raised = True
+        raise Interrupted(signum)

@@ -1,0 +1,297 @@
+"""What a study does next: a pure function of its records, so that a killed study goes on as if nothing had happened.
+
+Order: the baseline, then candidates until the search is over, then confirmation of the best. Launches for the
+confirmation are set aside from the start: a search without a confirmed winner has no answer.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tuner.records import Failure, Gate
+from tuner.study.data import Confirmation, Slot, StoredTrial, StudyData
+from tuner.study.score import BASELINE_EVERY, score
+
+CONFIRM_FROM = math.log(0.95)
+"""A screening score below this is not worth a confirmation: one block is seldom off by more."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The constants of a profile.
+
+    Args:
+        pairs: pairs of blocks per finalist and level in the confirmation.
+        environment_retries: launches repeated when the machine was at fault, before the study stops.
+        candidate_retries: launches repeated after a failure of the candidate's that may be chance.
+        block_attempts: measurements of one block until it passes its gates.
+        max_finalists: candidates confirmed in one round.
+        max_idle_trials: proposals in a row that need no launch before the search ends.
+    """
+
+    pairs: int = 4
+    environment_retries: int = 2
+    candidate_retries: int = 1
+    block_attempts: int = 2
+    max_finalists: int = 3
+    max_idle_trials: int = 50
+
+
+POLICIES = {"short": Policy(pairs=4), "full": Policy(pairs=8)}
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Make trial `number`: the baseline for 0, else what the sampler proposes."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Launch the slot's candidate and measure `levels`, in this order."""
+
+    slot: Slot
+    levels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Trial `number` has all its blocks, or has failed for good: tell Optuna."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Confirm:
+    """Begin a round of confirmation."""
+
+    confirmation: Confirmation
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The study cannot go on now. `kind` says whether a candidate or the machine is the reason."""
+
+    kind: Literal["baseline_failed", "environment_broken"]
+    failure: Failure
+    slot: Slot
+
+
+@dataclass(frozen=True)
+class Done:
+    """Nothing is left to do; `reason` says why the search ended."""
+
+    reason: str
+
+
+Step = Begin | Measure | Tell | Confirm | Stop | Done
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """How far a slot is: levels still to measure, and the failure that ended it, if one did."""
+
+    missing: tuple[int, ...]
+    failure: Failure | None
+    broken: bool = False
+
+
+def next_step(data: StudyData, policy: Policy, *, exhausted: bool) -> Step:
+    """What to do now. `exhausted`: every candidate of the space has been tried."""
+    if not data.trials:
+        return Begin(0)
+    running = next((trial for trial in data.trials if trial.running), None)
+    if running is not None:
+        return _go_on(data, policy, running)
+    due = baseline_due(data)
+    refresh = _measure(data, policy, due) if due is not None else None
+    over = search_over(data, policy, exhausted=exhausted, needs=2 if refresh else 1)
+    if over is None:
+        return refresh or Begin(len(data.trials))
+    return _confirm(data, policy, over)
+
+
+def _go_on(data: StudyData, policy: Policy, trial: StoredTrial) -> Step:
+    slot = Slot(trial.candidate_id, "screen", 0)
+    state = slot_state(data, policy, slot)
+    if state.broken and state.failure is not None:
+        return Stop("environment_broken", state.failure, slot)
+    if state.failure is not None:
+        return Stop("baseline_failed", state.failure, slot) if trial.kind == "baseline" else Tell(trial.number)
+    return Measure(slot, state.missing) if state.missing else Tell(trial.number)
+
+
+def _measure(data: StudyData, policy: Policy, slot: Slot) -> Step | None:
+    """The step of a slot of the baseline outside of its trial; None when it is complete."""
+    state = slot_state(data, policy, slot)
+    if state.failure is not None:
+        return Stop("environment_broken" if state.broken else "baseline_failed", state.failure, slot)
+    return Measure(slot, state.missing) if state.missing else None
+
+
+def baseline_due(data: StudyData) -> Slot | None:
+    """The screening of the baseline that the next candidate will be compared with, if it is another than the first."""
+    every = BASELINE_EVERY[data.space.profile]
+    repetition = len(data.measured) // every if every else 0
+    return Slot(data.baseline.id, "screen", repetition) if repetition else None
+
+
+def slot_state(data: StudyData, policy: Policy, slot: Slot) -> SlotState:
+    """How far a slot is.
+
+    A level whose blocks never pass their gates ends a screening: there is no score without it. In confirmation only
+    that pair is lost.
+    """
+    launches = [launch for launch in data.launches if launch.slot == slot and not launch.forgiven]
+    counted = {launch.id for launch in launches}
+    missing = []
+    for level in level_order(data, slot):
+        if data.block(slot, level) is not None:
+            continue
+        attempts = [b for b in data.by_slot.get(slot, ()) if b.concurrency == level and b.launch_id in counted]
+        if len(attempts) < policy.block_attempts:
+            missing.append(level)
+        elif slot.role == "screen":
+            return SlotState(tuple(missing), invalid_block(attempts[-1].block.gates, level, len(attempts)))
+    failures = [launch.failure for launch in launches if launch.state == "failed" and launch.failure is not None]
+    if missing and failures and not _may_retry(failures, policy):
+        return SlotState(tuple(missing), failures[-1], failures[-1].blame == "environment")
+    return SlotState(tuple(missing), None)
+
+
+def _may_retry(failures: Sequence[Failure], policy: Policy) -> bool:
+    last = failures[-1]
+    alike = sum(failure.blame == last.blame for failure in failures)
+    limit = policy.environment_retries if last.blame == "environment" else policy.candidate_retries
+    return last.retryable and alike <= limit
+
+
+def invalid_block(gates: Sequence[Gate], level: int, attempts: int) -> Failure:
+    """The failure of a level that was measured `attempts` times and never passed its gates, named after the first."""
+    red = [gate for gate in gates if not gate.ok]
+    said = "; ".join(f"{gate.name} {gate.value:g}, limit {gate.limit:g} ({gate.detail})" for gate in red)
+    return Failure(red[0].name, "bench", f"no valid block at concurrency {level} in {attempts} attempts: {said}")
+
+
+def level_order(data: StudyData, slot: Slot) -> tuple[int, ...]:
+    """The levels in the order in which a slot measures them: shuffled by the study's seed, equal within a pair."""
+    levels = list(data.levels)
+    repetition = slot.repetition if slot.role == "confirm" else 0
+    random.Random(f"{data.seed}/{slot.role}/{repetition}").shuffle(levels)
+    return tuple(levels)
+
+
+def launches_used(data: StudyData) -> int:
+    """Launches that count against the budget: all but those that ended because the tuner itself did."""
+    return sum(launch.state != "interrupted" for launch in data.launches)
+
+
+def planned_pairs(launches: int, policy: Policy) -> int:
+    """Pairs that a budget leaves room for beside the baseline and one candidate."""
+    return max(0, min(policy.pairs, (launches - 2) // 2))
+
+
+def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int = 1) -> str | None:
+    """Why no further candidate, which takes `needs` launches, is tried; None while the search goes on."""
+    reserve = 2 * planned_pairs(data.budget.launches, policy)
+    used = launches_used(data)
+    if len(data.measured) >= data.budget.candidates:
+        return f"{len(data.measured)} of {data.budget.candidates} candidates tried"
+    if used + needs > data.budget.launches - reserve:
+        kept = f", {reserve} kept for confirmation" if reserve else ""
+        return f"{used} of {data.budget.launches} launches used{kept}"
+    if exhausted:
+        return "every candidate of the space has been tried"
+    idle = 0
+    for trial in reversed(data.trials):
+        if trial.kind not in ("duplicate", "illegal"):
+            break
+        idle += 1
+    if idle >= policy.max_idle_trials:
+        return f"the last {idle} proposals were known or ruled out"
+    if data.budget.hours is not None and data.measured:
+        ended = [launch.duration_s for launch in data.launches if launch.state == "done"]
+        ahead = (reserve + 1) * (sum(ended) / len(ended) if ended else 0.0)
+        if data.elapsed_s + ahead > 3600 * data.budget.hours:
+            kept = f", {ahead / 3600:.2g} h kept for what remains" if reserve else ""
+            return f"{data.elapsed_s / 3600:.2g} of {data.budget.hours:g} hours used{kept}"
+    return None
+
+
+def finalists(data: StudyData, policy: Policy, pairs: int) -> tuple[str, ...]:
+    """Whom to confirm, best first: the best overall, then the best at each level, as far as launches allow.
+
+    Out are: candidates that failed, in the search or in confirmation, and for the overall place those that break a
+    guard. Who is out of sight of the baseline is not worth the launches.
+    """
+    scores = {t.candidate_id: score(data, t.candidate_id) for t in data.measured if not t.running}
+    dropped = disqualified(data, policy)
+    scores = {c: s for c, s in scores.items() if s.constraints["launch"] <= 0 and c not in dropped}
+    overall = [c for c, s in scores.items() if all(v <= 0 for v in s.constraints.values()) and s.value > CONFIRM_FROM]
+    chosen: list[str] = []
+    if overall:
+        chosen.append(max(overall, key=lambda c: scores[c].value))
+    by_level = sorted(data.levels, key=lambda level: -max((s.ratios[level] for s in scores.values()), default=0.0))
+    for level in by_level:
+        best = max(scores, key=lambda c: scores[c].ratios[level], default=None)
+        if best is not None and scores[best].ratios[level] > 0 and best not in chosen:
+            chosen.append(best)
+    confirmed = {c for confirmation in data.confirmations for c in confirmation.finalists}
+    room = (data.budget.launches - launches_used(data)) // pairs - 1 if pairs else 0
+    fresh = [c for c in chosen if c not in confirmed]
+    # The search has kept enough for its best, whatever retries have cost; all others live on what is left.
+    most = max(room, 1 if chosen[:1] == fresh[:1] and not dropped else 0)
+    return tuple(fresh[: min(most, policy.max_finalists)])
+
+
+def disqualified(data: StudyData, policy: Policy) -> set[str]:
+    """Finalists that failed in confirmation."""
+    return {
+        finalist
+        for confirmation in data.confirmations
+        for finalist in confirmation.finalists
+        for repetition in confirmation.repetitions
+        if (failure := slot_state(data, policy, Slot(finalist, "confirm", repetition)).failure)
+        and failure.blame == "candidate"
+    }
+
+
+def slots_of(data: StudyData, confirmation: Confirmation) -> list[Slot]:
+    """The launches of a round, in order: the baseline, then the finalists, and every other pair mirrored (ABBA BAAB).
+
+    Which pairs are mirrored follows the Thue-Morse sequence: a drift, linear or not, then cancels.
+    """
+    order = (data.baseline.id, *confirmation.finalists)
+    slots = []
+    for i, repetition in enumerate(confirmation.repetitions):
+        mirrored = i.bit_count() % 2 == 1
+        slots += [Slot(candidate, "confirm", repetition) for candidate in (order[::-1] if mirrored else order)]
+    return slots
+
+
+def _confirm(data: StudyData, policy: Policy, over: str) -> Step:
+    dropped = disqualified(data, policy)
+    for confirmation in data.confirmations:
+        if not set(confirmation.finalists) - dropped:
+            continue
+        for slot in slots_of(data, confirmation):
+            if slot.candidate_id in dropped:
+                continue
+            state = slot_state(data, policy, slot)
+            if state.broken and state.failure is not None:
+                return Stop("environment_broken", state.failure, slot)
+            if state.missing and state.failure is not None:
+                return Stop("baseline_failed", state.failure, slot)
+            if state.missing:
+                return Measure(slot, state.missing)
+    pairs = planned_pairs(data.budget.launches, policy)
+    if pairs and (chosen := finalists(data, policy, pairs)):
+        last = data.confirmations[-1] if data.confirmations else None
+        first = last.first_repetition + last.pairs if last else 0
+        return Confirm(Confirmation(len(data.confirmations), chosen, first, pairs))
+    return Done(over)

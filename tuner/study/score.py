@@ -1,0 +1,122 @@
+"""From blocks to pairs and to what Optuna is told. Pure functions of the study's records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tuner.records import Block, Pair, StoredBlock
+from tuner.study.data import Slot, StudyData
+
+PESSIMISTIC = math.log(0.5)
+"""What a candidate without a score is told to have: half the baseline's throughput, finite so that models stay sane."""
+
+BASELINE_EVERY = {"short": 0, "full": 6}
+"""In the search the baseline is measured again after so many candidates, so that slow drift cancels; 0: once."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a trial is told: `value`, the weighted mean of the log speed-ups in `ratios` (level → log ratio).
+
+    `constraints` are met at 0 and below; `launch` is always among them.
+    """
+
+    value: float
+    constraints: Mapping[str, float]
+    ratios: Mapping[int, float]
+
+
+FAILED = Score(PESSIMISTIC, {"launch": 1.0}, {})
+"""Of a candidate that could not be measured."""
+
+ILLEGAL = Score(PESSIMISTIC, {"legal": 1.0, "launch": 1.0}, {})
+"""Of a candidate that a rule or the engine rules out."""
+
+
+def baseline_repetition(data: StudyData, candidate_id: str) -> int:
+    """Which screening of the baseline a candidate is compared with: the latest before it."""
+    every = BASELINE_EVERY[data.space.profile]
+    order = [trial.candidate_id for trial in data.measured].index(candidate_id)
+    return order // every if every else 0
+
+
+def pairs_of(data: StudyData) -> tuple[Pair, ...]:
+    """Every pair of valid blocks, screening first, then by candidate, level and index."""
+    pairs = []
+    for trial in data.measured:
+        repetition = baseline_repetition(data, trial.candidate_id)
+        baseline, slot = Slot(data.baseline.id, "screen", repetition), Slot(trial.candidate_id, "screen", 0)
+        pairs += _slot_pairs(data, baseline, slot, 0)
+    for confirmation in data.confirmations:
+        for finalist in confirmation.finalists:
+            for repetition in confirmation.repetitions:
+                baseline = Slot(data.baseline.id, "confirm", repetition)
+                pairs += _slot_pairs(data, baseline, Slot(finalist, "confirm", repetition), repetition)
+    return tuple(sorted(pairs, key=lambda p: (p.role != "screen", p.candidate_id, p.concurrency, p.index)))
+
+
+def _slot_pairs(data: StudyData, baseline: Slot, slot: Slot, index: int) -> list[Pair]:
+    pairs = []
+    for level in data.levels:
+        before, after = data.block(baseline, level), data.block(slot, level)
+        if before is None or after is None or (ratio := log_ratio(before.block, after.block)) is None:
+            continue
+        pairs.append(Pair(slot.candidate_id, level, slot.role, index, before.id, after.id, ratio))
+    return pairs
+
+
+def log_ratio(baseline: Block, candidate: Block) -> float | None:
+    """ln(candidate / baseline) of tokens per second; None when either has none, which no gate lets through."""
+    if baseline.tokens_per_s <= 0 or candidate.tokens_per_s <= 0:
+        return None
+    return math.log(candidate.tokens_per_s / baseline.tokens_per_s)
+
+
+def weights(data: StudyData) -> dict[int, float]:
+    """Level → weight in the objective; they sum to 1.
+
+    For `speedup` these are the shares of traffic. For `throughput` a level also weighs by the tokens it carries: its
+    share times the baseline's tokens per second there, which is the derivative of the weighted sum of throughputs.
+    """
+    shares = data.space.workload.weight_of
+    if data.space.objective.maximize != "throughput":
+        return shares
+    slot = Slot(data.baseline.id, "screen", 0)
+    blocks = {level: data.block(slot, level) for level in shares}
+    carried = {level: shares[level] * b.block.tokens_per_s for level, b in blocks.items() if b is not None}
+    total = math.fsum(carried.values())
+    if len(carried) < len(shares) or total <= 0:
+        return shares
+    return {level: value / total for level, value in carried.items()}
+
+
+def score(data: StudyData, candidate_id: str) -> Score:
+    """What the screening of a candidate came to; `FAILED` when a level is missing.
+
+    The value is the weighted mean of ln(tokens per second / the baseline's). A broken guard is a violated constraint;
+    the value stays what was measured.
+    """
+    if candidate_id == data.baseline.id:
+        return Score(0.0, {"launch": -1.0}, dict.fromkeys(data.levels, 0.0))
+    pairs = [p for p in data.pairs if p.role == "screen" and p.candidate_id == candidate_id]
+    ratios = {pair.concurrency: pair.log_ratio for pair in pairs}
+    if set(ratios) != set(data.levels):
+        return FAILED
+    weight = weights(data)
+    value = math.fsum(weight[level] * ratio for level, ratio in ratios.items())
+    constraints = {"launch": -1.0}
+    guard = data.space.objective.guard
+    if guard.min_speedup is not None:
+        constraints["min_speedup"] = guard.min_speedup - math.exp(min(ratios.values()))
+    if guard.ttft_p90_ms is not None:
+        blocks = [data.blocks[pair.candidate_block] for pair in pairs]
+        constraints["ttft_p90"] = max(_ttft_excess(stored, guard.ttft_p90_ms) for stored in blocks)
+    return Score(value, constraints, ratios)
+
+
+def _ttft_excess(stored: StoredBlock, limit_ms: float) -> float:
+    """How far p90 of the time to the first token is over the limit, relative; unknown counts as at the limit."""
+    p90 = stored.block.ttft_ms.p90
+    return p90 / limit_ms - 1 if p90 is not None else 0.0

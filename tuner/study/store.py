@@ -1,0 +1,401 @@
+"""The records of one study in its database. Every method is one transaction: after it, the fact is kept for good."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Engine
+from sqlalchemy.exc import IntegrityError
+
+from tuner.records import (
+    Block,
+    Candidate,
+    Failure,
+    LaunchRecord,
+    Pair,
+    StoredBlock,
+    Verdict,
+    short_hash,
+)
+from tuner.space import Space
+from tuner.study import tables as t
+from tuner.study.data import (
+    Budget,
+    Confirmation,
+    LaunchState,
+    Slot,
+    StoredEvent,
+    StoredLaunch,
+    StudyData,
+    StudyState,
+)
+from tuner.study.database import finite, open_database
+from tuner.study.names import local_studies, sqlite_file, storage_url, unknown_study
+from tuner.study.trials import Trials
+
+
+class AlreadyMeasured(RuntimeError):
+    """A valid block of this candidate, level, role and repetition is stored; the second one was refused."""
+
+
+class StudyStore:
+    """One study's records. Use `open_study` or `create_study`."""
+
+    def __init__(self, engine: Engine, name: str, trials: Trials, clock: Callable[[], float] = time.time) -> None:
+        self.engine = engine
+        self.name = name
+        self.trials = trials
+        self.clock = clock
+
+    def close(self) -> None:
+        """Gives the connections back."""
+        self.trials.close()
+        self.engine.dispose()
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def data(self) -> StudyData:
+        """Everything, as plain records."""
+        with self.engine.connect() as connection:
+            row = connection.execute(sa.select(t.studies).where(t.studies.c.name == self.name)).one()
+            launches = connection.execute(self._of(t.launches).order_by(t.launches.c.id)).all()
+            blocks = connection.execute(self._of(t.blocks).order_by(t.blocks.c.id)).all()
+            candidates = connection.execute(self._of(t.candidates)).all()
+            confirmations = connection.execute(self._of(t.confirmations).order_by(t.confirmations.c.round)).all()
+            verdicts = connection.execute(self._of(t.verdicts).order_by(t.verdicts.c.id)).all()
+            events = connection.execute(self._of(t.events).order_by(t.events.c.id)).all()
+        return StudyData(
+            name=row.name,
+            uid=row.uid,
+            created_at=row.created_at,
+            state=row.state,
+            reason=row.reason,
+            seed=row.seed,
+            space=Space.from_dict(row.space),
+            fingerprint=row.fingerprint,
+            budget=Budget(**row.budget),
+            candidates={c.id: Candidate(c.settings) for c in candidates},
+            trials=self.trials.all(),
+            launches=tuple(_launch(launch) for launch in launches),
+            blocks={b.id: _block(b, order) for order, b in enumerate(blocks)},
+            confirmations=tuple(
+                Confirmation(c.round, tuple(c.finalists), c.first_repetition, c.pairs) for c in confirmations
+            ),
+            verdicts=tuple(Verdict(**v.verdict) for v in verdicts),
+            events=tuple(StoredEvent(e.id, e.at, e.kind, e.message) for e in events),
+        )
+
+    def stored_pairs(self) -> tuple[Pair, ...]:
+        """The pairs as they were written down; `StudyData.pairs` derives them from the blocks again."""
+        with self.engine.connect() as connection:
+            rows = connection.execute(self._of(t.pairs)).all()
+        pairs = (
+            Pair(p.candidate, p.concurrency, p.role, p.number, p.baseline_block, p.candidate_block, p.log_ratio)
+            for p in rows
+        )
+        return tuple(sorted(pairs, key=lambda p: (p.role != "screen", p.candidate_id, p.concurrency, p.index)))
+
+    def _of(self, table: sa.Table) -> sa.Select[Any]:
+        return sa.select(table).where(table.c.study == self.name)
+
+    # -- the study --------------------------------------------------------------------------------------------------
+
+    def set_state(self, state: StudyState, reason: str = "") -> None:
+        """What the study is doing, and why it is not doing more."""
+        with self.engine.begin() as connection:
+            self._set_state(connection, state, reason)
+
+    def _set_state(self, connection: sa.Connection, state: StudyState, reason: str) -> None:
+        connection.execute(sa.update(t.studies).where(t.studies.c.name == self.name).values(state=state, reason=reason))
+        self._event(connection, f"study_{state}", reason)
+
+    def stop(self, reason: str, slot: Slot) -> None:
+        """The study stops because of a slot; its failures will not count again once the user goes on."""
+        with self.engine.begin() as connection:
+            connection.execute(sa.update(t.launches).where(*self._slot(slot)).values(forgiven=True))
+            self._set_state(connection, "stopped", reason)
+
+    def set_budget(self, budget: Budget, why: str) -> None:
+        """New totals."""
+        with self.engine.begin() as connection:
+            connection.execute(
+                sa.update(t.studies).where(t.studies.c.name == self.name).values(budget=budget.to_dict())
+            )
+            self._event(connection, "budget", why)
+
+    def set_space(self, space: Space, text: str) -> None:
+        """Replaces the space by one that means the same (its name, budget or comments may differ)."""
+        with self.engine.begin() as connection:
+            values = {"space": space.to_dict(), "space_text": text}
+            connection.execute(sa.update(t.studies).where(t.studies.c.name == self.name).values(values))
+
+    def event(self, kind: str, message: str) -> None:
+        """Something worth remembering."""
+        with self.engine.begin() as connection:
+            self._event(connection, kind, message)
+
+    def _event(self, connection: sa.Connection, kind: str, message: str) -> None:
+        values = {"study": self.name, "at": self.clock(), "kind": kind, "message": message}
+        connection.execute(sa.insert(t.events).values(values))
+
+    def put_candidate(self, candidate: Candidate) -> None:
+        """Keeps a candidate's settings; again does nothing."""
+        key = (t.candidates.c.study == self.name) & (t.candidates.c.id == candidate.id)
+        with self.engine.begin() as connection:
+            if connection.execute(sa.select(t.candidates.c.id).where(key)).first() is None:
+                values = {"study": self.name, "id": candidate.id, "settings": dict(candidate.settings)}
+                connection.execute(sa.insert(t.candidates).values(values))
+
+    # -- launches ---------------------------------------------------------------------------------------------------
+
+    def begin_launch(self, slot: Slot) -> int:
+        """A launch is about to begin; returns its id, which its log and its marker are named after."""
+        values = {
+            "study": self.name,
+            "candidate": slot.candidate_id,
+            "role": slot.role,
+            "repetition": slot.repetition,
+            "state": "running",
+            "started_at": self.clock(),
+        }
+        with self.engine.begin() as connection:
+            key = connection.execute(sa.insert(t.launches).values(values)).inserted_primary_key
+        assert key is not None
+        return int(key[0])
+
+    def launch_record(self, launch: int, record: LaunchRecord, marker: str, log_path: str) -> None:
+        """What is about to be started, and where it logs."""
+        self._launch(launch, record=record.to_dict(), marker=marker, log_path=log_path)
+
+    def launch_started(self, launch: int, pid: int) -> None:
+        """The server has a process."""
+        self._launch(launch, pid=pid)
+
+    def launch_ready(self, launch: int, effective: Mapping[str, Any] | None) -> None:
+        """The server has answered a real request; `effective` is what it says about itself."""
+        self._launch(launch, ready_at=self.clock(), effective=finite(effective))
+
+    def launch_failed(self, launch: int, failure: Failure) -> None:
+        """The launch has failed, and why; it may still have to be ended."""
+        self._launch(launch, state="failed", failure=asdict(failure))
+
+    def end_launch(self, launch: int, exit_status: int | None, stop_mode: str) -> None:
+        """Nothing is left of the launch. It is `done` unless it was failed or interrupted."""
+        with self.engine.begin() as connection:
+            row = connection.execute(sa.select(t.launches.c.state).where(t.launches.c.id == launch)).one()
+            state = "done" if row.state == "running" else row.state
+            values = {"state": state, "ended_at": self.clock(), "exit_status": exit_status, "stop_mode": stop_mode}
+            connection.execute(sa.update(t.launches).where(t.launches.c.id == launch).values(values))
+
+    def close_launch(self, launch: int, state: LaunchState, ended_at: float) -> None:
+        """Closes what a tuner that is no more has left open."""
+        self._launch(launch, state=state, ended_at=ended_at, stop_mode="reaped")
+
+    def _launch(self, launch: int, **values: Any) -> None:
+        with self.engine.begin() as connection:
+            connection.execute(sa.update(t.launches).where(t.launches.c.id == launch).values(values))
+
+    def _slot(self, slot: Slot) -> tuple[sa.ColumnElement[bool], ...]:
+        c = t.launches.c
+        return (
+            c.study == self.name,
+            c.candidate == slot.candidate_id,
+            c.role == slot.role,
+            c.repetition == slot.repetition,
+        )
+
+    # -- blocks and what follows from them ----------------------------------------------------------------------------
+
+    def put_block(self, launch: int, slot: Slot, block: Block) -> int:
+        """Keeps a block; returns its id.
+
+        Raises:
+            AlreadyMeasured: a valid one is kept already.
+        """
+        key = {
+            "study": self.name,
+            "candidate": slot.candidate_id,
+            "concurrency": block.concurrency,
+            "role": slot.role,
+            "repetition": slot.repetition,
+        }
+        same = [t.blocks.c[name] == value for name, value in key.items()]
+        try:
+            with self.engine.begin() as connection:
+                attempt = connection.execute(sa.select(sa.func.count()).select_from(t.blocks).where(*same)).scalar()
+                values = {
+                    **key,
+                    "launch": launch,
+                    "attempt": attempt,
+                    "valid": block.valid,
+                    "ended_at": self.clock(),
+                    "block": block.to_dict(),
+                }
+                inserted = connection.execute(sa.insert(t.blocks).values(values)).inserted_primary_key
+        except IntegrityError as error:
+            raise AlreadyMeasured(f"{key} is measured already; the second block was refused") from error
+        assert inserted is not None
+        return int(inserted[0])
+
+    def put_pairs(self, pairs: Iterable[Pair]) -> None:
+        """Writes down the pairs that are not kept yet."""
+        with self.engine.begin() as connection:
+            rows = connection.execute(self._of(t.pairs)).all()
+            kept = {(row.candidate, row.concurrency, row.role, row.number) for row in rows}
+            new = [
+                {
+                    "study": self.name,
+                    "candidate": pair.candidate_id,
+                    "concurrency": pair.concurrency,
+                    "role": pair.role,
+                    "number": pair.index,
+                    "baseline_block": pair.baseline_block,
+                    "candidate_block": pair.candidate_block,
+                    "log_ratio": pair.log_ratio,
+                }
+                for pair in pairs
+                if (pair.candidate_id, pair.concurrency, pair.role, pair.index) not in kept
+            ]
+            if new:
+                connection.execute(sa.insert(t.pairs), new)
+
+    def put_confirmation(self, confirmation: Confirmation) -> None:
+        """Fixes the finalists of a round."""
+        values = {
+            "study": self.name,
+            "round": confirmation.round,
+            "finalists": list(confirmation.finalists),
+            "first_repetition": confirmation.first_repetition,
+            "pairs": confirmation.pairs,
+        }
+        with self.engine.begin() as connection:
+            connection.execute(sa.insert(t.confirmations).values(values))
+            self._event(connection, "confirmation", f"round {confirmation.round}: {', '.join(confirmation.finalists)}")
+
+    def finish(self, verdicts: Sequence[Verdict], reason: str) -> None:
+        """The study is done: what was found, in place of what was found before."""
+        with self.engine.begin() as connection:
+            connection.execute(sa.delete(t.verdicts).where(t.verdicts.c.study == self.name))
+            for verdict in verdicts:
+                values = {
+                    "study": self.name,
+                    "candidate": verdict.candidate_id,
+                    "concurrency": verdict.concurrency,
+                    "verdict": asdict(verdict),
+                }
+                connection.execute(sa.insert(t.verdicts).values(values))
+            self._set_state(connection, "done", reason)
+
+
+def _launch(row: Any) -> StoredLaunch:
+    return StoredLaunch(
+        id=row.id,
+        slot=Slot(row.candidate, row.role, row.repetition),
+        state=row.state,
+        marker=row.marker,
+        log_path=row.log_path,
+        record=LaunchRecord.from_dict(row.record) if row.record else None,
+        pid=row.pid,
+        started_at=row.started_at,
+        ready_at=row.ready_at,
+        ended_at=row.ended_at,
+        effective=row.effective,
+        exit_status=row.exit_status,
+        stop_mode=row.stop_mode,
+        failure=Failure(**row.failure) if row.failure else None,
+        forgiven=row.forgiven,
+    )
+
+
+def _block(row: Any, order: int) -> StoredBlock:
+    return StoredBlock(
+        id=row.id,
+        candidate_id=row.candidate,
+        launch_id=row.launch,
+        concurrency=row.concurrency,
+        role=row.role,
+        repetition=row.repetition,
+        order=order,
+        block=Block.from_dict(row.block),
+    )
+
+
+def create_study(
+    name: str,
+    *,
+    space: Space,
+    space_text: str,
+    fingerprint: Mapping[str, Any],
+    seed: int,
+    budget: Budget,
+    storage: str | None = None,
+    clock: Callable[[], float] = time.time,
+) -> StudyStore:
+    """A new study, or the one that a tuner killed in between had begun to create."""
+    url = storage_url(name, storage)
+    engine = open_database(url, create=True)
+    values = {
+        "name": name,
+        "uid": uuid.uuid4().hex[:16],
+        "created_at": clock(),
+        "state": "new",
+        "reason": "",
+        "seed": seed,
+        "space": space.to_dict(),
+        "space_text": space_text,
+        "fingerprint": dict(fingerprint),
+        "fingerprint_hash": short_hash(fingerprint),
+        "sampler": Trials.SAMPLER,
+        "budget": budget.to_dict(),
+    }
+    with engine.begin() as connection:
+        if connection.execute(sa.select(t.studies.c.name).where(t.studies.c.name == name)).first() is None:
+            connection.execute(sa.insert(t.studies).values(values))
+    store = StudyStore(engine, name, Trials(url, name), clock)
+    store.put_candidate(space.baseline)
+    return store
+
+
+def open_study(name: str, storage: str | None = None, clock: Callable[[], float] = time.time) -> StudyStore:
+    """An existing study.
+
+    Raises:
+        UsageError: there is none of this name (with the nearest), or its database cannot be used.
+    """
+    url = storage_url(name, storage)
+    if storage is None and name not in (known := local_studies()):
+        raise unknown_study(name, known, "studies/")
+    engine = open_database(url, create=False)
+    names = study_names(engine)
+    if name not in names:
+        engine.dispose()
+        raise unknown_study(name, names, storage or "studies/")
+    return StudyStore(engine, name, Trials(url, name), clock)
+
+
+def study_exists(name: str, storage: str | None = None) -> bool:
+    """Whether there is a study of this name, complete or only begun.
+
+    Raises:
+        UsageError: what lies in its place cannot be used.
+    """
+    url = storage_url(name, storage)
+    file = sqlite_file(url)
+    if file is not None and not file.exists():
+        return False
+    engine = open_database(url, create=True)
+    try:
+        return name in study_names(engine)
+    finally:
+        engine.dispose()
+
+
+def study_names(engine: Engine) -> list[str]:
+    """The studies in a database."""
+    with engine.connect() as connection:
+        return list(connection.execute(sa.select(t.studies.c.name).order_by(t.studies.c.name)).scalars())

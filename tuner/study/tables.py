@@ -1,0 +1,171 @@
+"""The project's tables, beside Optuna's in one database. Their names begin with `tuner_`, for Optuna has `studies`."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    Float,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    text,
+)
+
+SCHEMA_VERSION = 1
+
+metadata = MetaData()
+
+schema = Table("tuner_schema", metadata, Column("version", Integer, primary_key=True))
+
+studies = Table(
+    "tuner_studies",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("uid", String(32), nullable=False, unique=True),
+    Column("created_at", Float, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("reason", Text, nullable=False, default=""),
+    Column("seed", Integer, nullable=False),
+    Column("space", JSON, nullable=False),
+    Column("space_text", Text, nullable=False),
+    Column("fingerprint", JSON, nullable=False),
+    Column("fingerprint_hash", String(12), nullable=False),
+    Column("sampler", JSON, nullable=False),
+    Column("budget", JSON, nullable=False),
+)
+
+
+def _study() -> Column[str]:
+    return Column("study", String(64), nullable=False)
+
+
+candidates = Table(
+    "tuner_candidates",
+    metadata,
+    Column("study", String(64), primary_key=True),
+    Column("id", String(12), primary_key=True),
+    Column("settings", JSON, nullable=False),
+)
+
+launches = Table(
+    "tuner_launches",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    _study(),
+    Column("candidate", String(12), nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("repetition", Integer, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("marker", String(200), nullable=False, default=""),
+    Column("log_path", Text, nullable=False, default=""),
+    Column("record", JSON),
+    Column("pid", Integer),
+    Column("started_at", Float, nullable=False),
+    Column("ready_at", Float),
+    Column("ended_at", Float),
+    Column("effective", JSON),
+    Column("exit_status", Integer),
+    Column("stop_mode", String(32)),
+    Column("failure", JSON),
+    Column("forgiven", Boolean, nullable=False, default=False),
+    ForeignKeyConstraint(["study", "candidate"], ["tuner_candidates.study", "tuner_candidates.id"]),
+    sqlite_autoincrement=True,
+)
+
+blocks = Table(
+    "tuner_blocks",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    _study(),
+    Column("candidate", String(12), nullable=False),
+    Column("launch", Integer, nullable=False),
+    Column("concurrency", Integer, nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("repetition", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("valid", Boolean, nullable=False),
+    Column("ended_at", Float, nullable=False),
+    Column("block", JSON, nullable=False),
+    ForeignKeyConstraint(["study", "candidate"], ["tuner_candidates.study", "tuner_candidates.id"]),
+    ForeignKeyConstraint(["launch"], ["tuner_launches.id"]),
+    UniqueConstraint("study", "candidate", "concurrency", "role", "repetition", "attempt", name="tuner_block_attempt"),
+    sqlite_autoincrement=True,
+)
+
+# However a double measurement came about (two tuners, a bug): the database refuses the second one.
+Index(
+    "tuner_block_once",
+    blocks.c.study,
+    blocks.c.candidate,
+    blocks.c.concurrency,
+    blocks.c.role,
+    blocks.c.repetition,
+    unique=True,
+    sqlite_where=text("valid = 1"),
+    postgresql_where=text("valid"),
+)
+
+confirmations = Table(
+    "tuner_confirmations",
+    metadata,
+    Column("study", String(64), primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("finalists", JSON, nullable=False),
+    Column("first_repetition", Integer, nullable=False),
+    Column("pairs", Integer, nullable=False),
+)
+
+pairs = Table(
+    "tuner_pairs",
+    metadata,
+    Column("study", String(64), primary_key=True),
+    Column("candidate", String(12), primary_key=True),
+    Column("concurrency", Integer, primary_key=True),
+    Column("role", String(16), primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("baseline_block", Integer, nullable=False),
+    Column("candidate_block", Integer, nullable=False),
+    Column("log_ratio", Float, nullable=False),
+    ForeignKeyConstraint(["baseline_block"], ["tuner_blocks.id"]),
+    ForeignKeyConstraint(["candidate_block"], ["tuner_blocks.id"]),
+)
+
+verdicts = Table(
+    "tuner_verdicts",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    _study(),
+    Column("candidate", String(12), nullable=False),
+    Column("concurrency", Integer),
+    Column("verdict", JSON, nullable=False),
+)
+
+events = Table(
+    "tuner_events",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    _study(),
+    Column("at", Float, nullable=False),
+    Column("kind", String(32), nullable=False),
+    Column("message", Text, nullable=False),
+)
+
+leases = Table(
+    "tuner_leases",
+    metadata,
+    Column("study", String(64), primary_key=True),
+    Column("token", String(32), nullable=False),
+    Column("host", String(255), nullable=False),
+    Column("boot", String(64), nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("pid_started", String(32), nullable=False),
+    Column("renewed_at", Float, nullable=False),
+    Column("expires_at", Float, nullable=False),
+)

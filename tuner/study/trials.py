@@ -1,0 +1,102 @@
+"""The study's trials in Optuna's own tables, so that its dashboard and tools can read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from tuner.study.data import StoredTrial, TrialKind
+from tuner.study.database import LOCK_TIMEOUT_S
+from tuner.study.names import sqlite_file
+from tuner.study.sampler import Proposal
+from tuner.study.score import Score
+
+
+class Trials:
+    """The ledger of trials. A trial begins in one transaction, with all its parameters, or is not there at all."""
+
+    SAMPLER: Mapping[str, Any] = {
+        "name": "TPE",
+        "multivariate": True,
+        "group": True,
+        "seed": "study seed / trial number",
+    }
+
+    def __init__(self, url: str, name: str) -> None:
+        arguments = {"connect_args": {"timeout": LOCK_TIMEOUT_S}} if sqlite_file(url) is not None else {}
+        self._storage = optuna.storages.RDBStorage(url, engine_kwargs=arguments)
+        # Proposals are made elsewhere (sampler.py); a random sampler here costs nothing where Optuna insists on one.
+        self._study = optuna.create_study(
+            storage=self._storage,
+            study_name=name,
+            direction="maximize",
+            load_if_exists=True,
+            sampler=optuna.samplers.RandomSampler(seed=0),
+        )
+
+    def close(self) -> None:
+        """Gives the connections back."""
+        self._storage.remove_session()
+        self._storage.engine.dispose()
+
+    def history(self) -> list[FrozenTrial]:
+        """All trials as Optuna has them, by number."""
+        return self._study.get_trials(deepcopy=False)
+
+    def all(self) -> tuple[StoredTrial, ...]:
+        """All trials, by number."""
+        return tuple(_stored(trial) for trial in self.history())
+
+    def begin(self, kind: TrialKind, candidate_id: str, proposal: Proposal | None) -> None:
+        """Adds a running trial; `proposal` is None for a baseline that the parameters do not make up."""
+        self._study.add_trial(_template(TrialState.RUNNING, kind, candidate_id, proposal, None, ""))
+
+    def record(self, kind: TrialKind, candidate_id: str, proposal: Proposal, score: Score, why: str) -> None:
+        """Adds a trial that needs no launch, with its value."""
+        self._study.add_trial(_template(TrialState.COMPLETE, kind, candidate_id, proposal, score, why))
+
+    def tell(self, number: int, score: Score, why: str = "") -> None:
+        """Ends a running trial: COMPLETE, with a finite value, whatever came of it; telling it again does nothing.
+
+        Constraints and the reason go first, for nothing can be written to a finished trial.
+        """
+        stored = self.history()[number]
+        if stored.state.is_finished():
+            return
+        storage, name = self._storage, self._study.study_name
+        trial_id = storage.get_trial_id_from_study_id_trial_number(storage.get_study_id_from_name(name), number)
+        trial = optuna.trial.Trial(self._study, trial_id)
+        for constraint, value in score.constraints.items():
+            if constraint not in stored.constraints:
+                trial.set_constraint(constraint, value)
+        trial.set_user_attr("why", why)
+        self._study.tell(number, score.value)
+
+
+def _template(
+    state: TrialState, kind: TrialKind, candidate_id: str, proposal: Proposal | None, score: Score | None, why: str
+) -> FrozenTrial:
+    return optuna.trial.create_trial(
+        state=state,
+        value=score.value if score else None,
+        params=dict(proposal.params) if proposal else {},
+        distributions=dict(proposal.distributions) if proposal else {},
+        user_attrs={"candidate": candidate_id, "kind": kind, "why": why},
+        constraints=dict(score.constraints) if score else None,
+    )
+
+
+def _stored(trial: FrozenTrial) -> StoredTrial:
+    return StoredTrial(
+        number=trial.number,
+        candidate_id=trial.user_attrs["candidate"],
+        kind=trial.user_attrs["kind"],
+        running=not trial.state.is_finished(),
+        params=dict(trial.params),
+        value=trial.value,
+        constraints=dict(trial.constraints),
+        why=trial.user_attrs.get("why", ""),
+    )

@@ -1,0 +1,153 @@
+"""What a study does to the machine, behind one narrow interface: start a server, measure a block, end leftovers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tuner.records import Block, Failure, LaunchRecord, Role
+from tuner.space import Space
+
+
+class StopReport(Protocol):
+    """How a server ended."""
+
+    @property
+    def exit_status(self) -> int | None:
+        """Of the server itself; None when it could not be ended."""
+
+    @property
+    def escalated(self) -> bool:
+        """Whether SIGTERM was not enough."""
+
+    @property
+    def leftovers(self) -> tuple[int, ...]:
+        """Processes that could not be ended."""
+
+
+class RunningServer(Protocol):
+    """A started server. Its methods raise `LaunchFailed`."""
+
+    @property
+    def pid(self) -> int:
+        """Of the server."""
+
+    def wait_ready(self) -> object:
+        """Waits until it answers."""
+
+    def smoke(self) -> object:
+        """A real completion."""
+
+    def server_info(self) -> dict[str, Any] | None:
+        """What it says about itself; None when it does not say."""
+
+    def failure(self) -> Failure | None:
+        """Why it has ended; None while it runs."""
+
+    def stop(self) -> StopReport:
+        """Ends it and all its family."""
+
+
+class Outcome(Protocol):
+    """A block, or the failure in its place."""
+
+    @property
+    def block(self) -> Block | None:
+        """What was measured."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why nothing was."""
+
+
+class World(Protocol):
+    """The machine, as a study sees it."""
+
+    def free_port(self) -> int:
+        """A port that nobody listens on."""
+
+    def start(self, record: LaunchRecord, *, marker: Mapping[str, str], log_path: Path) -> RunningServer:
+        """Starts a server. Raises `LaunchFailed`."""
+
+    def measure(
+        self,
+        server: RunningServer,
+        record: LaunchRecord,
+        *,
+        concurrency: int,
+        role: Role,
+        seed: int,
+        on_progress: Callable[[Any], None],
+    ) -> Outcome:
+        """One block. Equal seeds mean equal requests."""
+
+    def reap(self, marker: Mapping[str, str]) -> list[int]:
+        """Ends whatever still carries a marker that begins so; the pids."""
+
+
+class Machine:
+    """The real machine. Prompts are read when it is made: a missing set is found before anything starts."""
+
+    def __init__(self, space: Space) -> None:
+        from tuner.bench.plan import window_plan
+        from tuner.bench.prompts import load_prompts
+
+        self._workload = space.workload
+        self._plan = window_plan(space.profile)
+        prompts = space.workload.prompts
+        self._prompts = {
+            "screen": load_prompts(prompts, split="tuning"),
+            "confirm": load_prompts(prompts, split="held_out"),
+        }
+
+    @property
+    def block_s(self) -> float:
+        """What a block usually takes."""
+        return self._plan.estimate_s()
+
+    def free_port(self) -> int:
+        """A port that nobody listens on."""
+        from tuner.launch.ports import free_port
+
+        return free_port()
+
+    def start(self, record: LaunchRecord, *, marker: Mapping[str, str], log_path: Path) -> RunningServer:
+        """Starts a server. Raises `LaunchFailed`."""
+        from tuner.launch.server import Server
+
+        return Server.start(record, marker=marker, log_path=log_path)
+
+    def measure(
+        self,
+        server: RunningServer,
+        record: LaunchRecord,
+        *,
+        concurrency: int,
+        role: Role,
+        seed: int,
+        on_progress: Callable[[Any], None],
+    ) -> Outcome:
+        """One block. Equal seeds mean equal requests."""
+        from tuner.bench.block import measure_block
+
+        return measure_block(
+            record.base_url,
+            model=record.served_model,
+            prompts=self._prompts[role],
+            concurrency=concurrency,
+            role=role,
+            max_tokens=self._workload.max_tokens,
+            temperature=self._workload.temperature,
+            plan=self._plan,
+            seed=seed,
+            on_progress=on_progress,
+            server_failure=server.failure,
+        )
+
+    def reap(self, marker: Mapping[str, str]) -> list[int]:
+        """Ends whatever still carries a marker that begins so; the pids."""
+        from tuner.launch.processes import marker_text
+        from tuner.launch.reap import reap
+
+        return reap(marker_text(marker))
