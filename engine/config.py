@@ -67,7 +67,8 @@ class EngineConfig:
         model: known name, .gguf file, Hugging Face folder or hub id (`engine.model.source` resolves it).
         dtype: of weights and activations; "auto" is bfloat16 where the machine has fast instructions for it.
         context_length: longest prompt + output, in tokens; None: what the model was trained for.
-        kv_tokens: size of the KV pool in tokens; None: 64 per running request and 8 full contexts, at most.
+        kv_tokens: size of the KV pool in tokens; None: 1024 per running request, at least one full context, at most
+            half of the free memory.
         page_size: tokens per KV page.
         max_running_requests: requests decoded together; more wait.
         prefill_tokens: prompt tokens run per step, at most.
@@ -112,4 +113,5 @@ class EngineConfig:
         flat = asdict(self)
         flat.update(flat.pop("spec"))
         flat["api_key"] = "set" if self.api_key else None
+        flat["disable_batch_threshold"] = self.spec.disable_batch_threshold or "never"
         return flat

@@ -19,6 +19,18 @@ class ModelNotFound(UsageError):
     """The model named is neither known, nor a file, nor a folder that can be used."""
 
 
+class UnsupportedModel(UsageError):
+    """The model is intact, but of a kind that this engine does not compute."""
+
+
+class ModelBroken(UsageError):
+    """A model file is missing, truncated, or not what its name says."""
+
+
+class InvalidConfig(UsageError):
+    """Settings that do not fit each other, the model or the machine."""
+
+
 class DownloadFailed(EngineError):
     """A known model could not be fetched, or what came is not what was pinned. The cache is as it was."""
 

@@ -17,7 +17,8 @@ class SamplingParams:
     """How the next tokens of one request are chosen.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `seed` None means a fresh one. `stop_token_ids` end
-    the request (the token itself is not counted as output text) unless `ignore_eos`.
+    the request (the token itself is not shown as text) unless `ignore_eos`; the frontend puts the model's end tokens
+    there, since the model process knows no tokenizer.
     """
 
     max_tokens: int = 16

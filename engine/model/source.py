@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from engine.cache import cache_dir
 from engine.errors import DownloadFailed, ModelNotFound
 
 log = logging.getLogger(__name__)
@@ -92,13 +93,6 @@ def _not_found(model: str) -> str:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return f"model: there is no folder '{model}', and hub ids are not supported yet: give a local copy. {valid}"
     return f"model: '{model}' does not exist; {valid}"
-
-
-def cache_dir() -> Path:
-    """`$SPEC_TUNER_CACHE`, else `spec-tuner` in `$XDG_CACHE_HOME` or ~/.cache. It need not exist yet."""
-    if own := os.environ.get("SPEC_TUNER_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spec-tuner"
 
 
 def fetch(known: KnownModel) -> Path:

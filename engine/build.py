@@ -1,0 +1,202 @@
+"""From settings to a working engine core, or an exception: there is nothing in between."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import InvalidConfig
+from engine.memory.pool import KVPool, Pages
+from engine.model.llama import Llama
+from engine.model.source import ModelSource, resolve
+from engine.model.weights import open_weights
+from engine.ops.base import Ops
+from engine.ops.native import NativeOps, NativeUnavailable, cpu_flags
+from engine.ops.reference import ReferenceOps
+from engine.scheduler.core import Scheduler
+from engine.spec.base import Drafter, make_drafter
+from engine.spec.gate import SpecGate
+from engine.spec.round import SpecRound
+
+_TOKENS_PER_REQUEST = 1024  # of cache, when the pool's size is not given
+
+
+@dataclass
+class Core:
+    """Everything that serves, built. `info` reads from these objects what is in effect."""
+
+    config: EngineConfig
+    source: ModelSource
+    model: Llama
+    pool: KVPool
+    pages: Pages
+    drafter: Drafter
+    gate: SpecGate
+    round: SpecRound
+    scheduler: Scheduler
+    context_length: int
+    paths: dict[str, dict[str, str]]
+
+    def info(self) -> dict[str, Any]:
+        """The model process's half of `/server_info`."""
+        requested, effective = self.config.public(), self._effective()
+        differences = [
+            {"setting": name, "requested": requested[name], "effective": value, "reason": _REASONS.get(name, "derived")}
+            for name, value in effective.items()
+            if requested[name] != value
+        ]
+        config = self.model.config
+        return {
+            "model": {
+                "name": self.source.name,
+                "format": self.source.kind,
+                "architecture": config.architecture,
+                "vocab": config.vocab,
+                "layers": config.layers,
+                "hidden": config.hidden,
+                "q_heads": config.q_heads,
+                "kv_heads": config.kv_heads,
+                "context_length": self.context_length,
+            },
+            "requested": requested,
+            "effective": effective,
+            "differences": differences,
+            "paths": self.paths,
+            "memory": {
+                "kv_pool_bytes": self.pool.nbytes,
+                "kv_pages": self.pages.total,
+                "kv_pages_free": self.pages.free,
+            },
+        }
+
+    def counters(self) -> dict[str, float]:
+        """Totals and gauges, by Prometheus name."""
+        stats, scheduler = self.round.stats, self.scheduler
+        counters: dict[str, float] = {
+            "engine_generated_tokens_total": stats.generated,
+            "engine_prompt_tokens_total": stats.prompt,
+            "engine_rounds_total": stats.rounds,
+            "engine_rows_total": stats.rows,
+            "engine_requests_finished_total": scheduler.finished,
+            "engine_preemptions_total": scheduler.preemptions,
+            "engine_spec_verify_steps_total": stats.verify_steps,
+            "engine_spec_drafted_tokens_total": stats.drafted,
+            "engine_spec_accepted_tokens_total": stats.accepted,
+            "engine_spec_gate_transitions_total": self.gate.transitions,
+            "engine_draft_seconds_total": stats.draft_s,
+            "engine_forward_seconds_total": stats.forward_s,
+            "engine_other_seconds_total": stats.other_s,
+            "engine_running_requests": scheduler.running,
+            "engine_waiting_requests": scheduler.waiting,
+            "engine_kv_pages_free": self.pages.free,
+            "engine_kv_pages": self.pages.total,
+        }
+        for depth in range(self.config.spec.num_steps + 1 if self.config.spec.num_steps else 0):
+            counters[f'engine_spec_rounds_by_accepted_total{{accepted="{depth}"}}'] = stats.accepted_at[depth]
+        return counters
+
+    def _effective(self) -> dict[str, Any]:
+        spec = self.config.spec
+        return {
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "context_length": self.context_length,
+            "kv_tokens": self.pages.total * self.pages.page_size,
+            "page_size": self.pool.page_size,
+            "max_running_requests": self.config.max_running_requests,
+            "prefill_tokens": self.config.prefill_tokens,
+            "threads": torch.get_num_threads(),
+            "seed": self.config.seed,
+            "speculation": self.drafter.name,
+            "num_steps": self.gate.steps_when_on,
+            "topk": spec.topk,
+            "num_draft_tokens": self.gate.steps_when_on + 1,
+            "disable_batch_threshold": self.gate.threshold or "never",
+            "spec_version": spec.spec_version,
+            "ngram_min": spec.ngram_min,
+            "ngram_max": spec.ngram_max,
+        }
+
+
+_REASONS = {
+    "dtype": "auto: bfloat16 where the CPU multiplies it natively, else float32",
+    "context_length": "not given: what the model was trained for",
+    "kv_tokens": "not given, or rounded up to whole pages",
+    "threads": "not given: the cores this process may use",
+}
+
+
+def build(config: EngineConfig) -> Core:
+    """Load, allocate and wire.
+
+    Raises:
+        InvalidConfig: settings that do not fit the model or the machine, all of them named.
+        ModelNotFound, ModelBroken, UnsupportedModel: see engine.errors.
+    """
+    problems = config.problems()
+    if problems:
+        raise InvalidConfig("; ".join(problems))
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    torch.set_grad_enabled(False)
+    dtype = _dtype(config.dtype)
+    ops, paths = _ops(dtype)
+    source = resolve(config.model)
+    weights = open_weights(source, dtype)
+    trained = weights.config.max_context
+    context_length = config.context_length or trained
+    if context_length > trained:
+        raise InvalidConfig(f"context_length: {context_length} is more than the model's {trained}")
+    model = Llama(weights, ops, dtype, context_length)
+    weights.close()
+    page_size = config.page_size
+    page_count = -(-_kv_tokens(config, model, context_length) // page_size)
+    shape = model.config
+    pool = KVPool(shape.layers, page_count, page_size, shape.kv_heads, shape.head_dim, dtype)
+    pages = Pages(page_count, page_size, config.max_running_requests, context_length + config.spec.num_steps + 1)
+    drafter = make_drafter(config.spec)
+    gate = SpecGate(config.spec)
+    round_ = SpecRound(model, pool, pages, drafter)
+    scheduler = Scheduler(
+        round_,
+        pages,
+        drafter,
+        gate,
+        max_running=config.max_running_requests,
+        prefill_tokens=config.prefill_tokens,
+        seed=config.seed,
+    )
+    return Core(config, source, model, pool, pages, drafter, gate, round_, scheduler, context_length, paths)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name != "auto":
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    return torch.bfloat16 if cpu_flags() & {"avx512_bf16", "amx_bf16"} else torch.float32
+
+
+def _ops(dtype: torch.dtype) -> tuple[Ops, dict[str, dict[str, str]]]:
+    try:
+        ops: Ops = NativeOps(dtype)
+        state, reason = "active", ""
+    except NativeUnavailable as error:
+        ops, state, reason = ReferenceOps(), "fell_back", str(error)
+    paths = {"native_kernels": {"state": state, "detail": reason}}
+    paths |= {
+        f"kernel.{operation}": {"state": "active", "detail": kernel} for operation, kernel in ops.describe().items()
+    }
+    return ops, paths
+
+
+def _kv_tokens(config: EngineConfig, model: Llama, context_length: int) -> int:
+    if config.kv_tokens is not None:
+        return config.kv_tokens
+    each = model.config.kv_bytes_per_token(model.dtype.itemsize)
+    wanted = max(context_length, config.max_running_requests * _TOKENS_PER_REQUEST)
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return wanted
+    return min(wanted, max(free // 2 // each, config.page_size))

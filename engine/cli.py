@@ -1,0 +1,149 @@
+"""The `engine` command. Whatever is slow to import is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any
+
+import typer
+
+from engine.config import DTYPES, SPECULATION, EngineConfig, SpecConfig
+from engine.errors import EngineError
+from engine.logs import LEVELS, configure_logging
+
+_DEFAULT_STEPS = 3
+
+app = typer.Typer(
+    help="A small inference engine with speculative decoding, behind an OpenAI-compatible server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="engine")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from engine import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def _option(help_text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help_text, **more)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, _option("Known name, .gguf file, or Hugging Face folder.")] = EngineConfig.model,
+    host: Annotated[str, _option("Address to listen on.")] = EngineConfig.host,
+    port: Annotated[int, _option("Port to listen on; 0 picks a free one.")] = EngineConfig.port,
+    served_model_name: Annotated[str | None, _option("What clients call the model; default: its own name.")] = None,
+    api_key: Annotated[
+        str | None, _option("Key that clients must send.", envvar="ENGINE_API_KEY", show_envvar=True)
+    ] = None,
+    dtype: Annotated[str, _option(f"Of weights and activations: {', '.join(DTYPES)}.")] = EngineConfig.dtype,
+    context_length: Annotated[
+        int | None, _option("Longest prompt + output, in tokens; default: what the model was trained for.")
+    ] = None,
+    kv_tokens: Annotated[int | None, _option("Size of the KV pool, in tokens; default: by the other settings.")] = None,
+    page_size: Annotated[int, _option("Tokens per KV page.")] = EngineConfig.page_size,
+    max_running_requests: Annotated[
+        int, _option("Requests decoded together; more wait.")
+    ] = EngineConfig.max_running_requests,
+    prefill_tokens: Annotated[int, _option("Prompt tokens run per step, at most.")] = EngineConfig.prefill_tokens,
+    threads: Annotated[int | None, _option("Threads of the model process; default: all cores.")] = None,
+    seed: Annotated[int, _option("From which requests without a seed get theirs.")] = EngineConfig.seed,
+    log_level: Annotated[str, _option(f"One of {', '.join(LEVELS)}.")] = EngineConfig.log_level,
+    speculation: Annotated[str, _option(f"The drafter: {', '.join(SPECULATION)}.")] = SpecConfig.speculation,
+    num_steps: Annotated[
+        int | None, _option(f"Draft depth per round; default: {_DEFAULT_STEPS} with speculation.")
+    ] = None,
+    topk: Annotated[int, _option("Branches per node; 1 is a chain.")] = SpecConfig.topk,
+    num_draft_tokens: Annotated[
+        int | None, _option("Rows verified per request and round; default: num-steps + 1.")
+    ] = None,
+    spec_version: Annotated[str, _option("v1: synchronous, v2: overlap scheduling.")] = SpecConfig.spec_version,
+    disable_batch_threshold: Annotated[
+        str, _option("Speculate at up to this many running requests, or 'never' disable it.")
+    ] = "never",
+    ngram_min: Annotated[int, _option("Shortest suffix that the ngram drafter looks up.")] = SpecConfig.ngram_min,
+    ngram_max: Annotated[int, _option("Longest suffix that the ngram drafter looks up.")] = SpecConfig.ngram_max,
+) -> None:
+    """Serve a model over HTTP until SIGTERM or Ctrl-C."""
+    problems = []
+    steps = num_steps if num_steps is not None else (0 if speculation == "none" else _DEFAULT_STEPS)
+    threshold = None
+    if disable_batch_threshold != "never":
+        try:
+            threshold = int(disable_batch_threshold)
+        except ValueError:
+            problems.append(f"disable_batch_threshold: '{disable_batch_threshold}' is neither an integer nor 'never'")
+    config = EngineConfig(
+        model=model,
+        served_model_name=served_model_name,
+        host=host,
+        port=port,
+        api_key=api_key or None,
+        dtype=dtype,
+        context_length=context_length,
+        kv_tokens=kv_tokens,
+        page_size=page_size,
+        max_running_requests=max_running_requests,
+        prefill_tokens=prefill_tokens,
+        threads=threads,
+        seed=seed,
+        log_level=log_level,
+        spec=SpecConfig(
+            speculation=speculation,
+            num_steps=steps,
+            topk=topk,
+            num_draft_tokens=num_draft_tokens if num_draft_tokens is not None else steps + 1,
+            disable_batch_threshold=threshold,
+            spec_version=spec_version,
+            ngram_min=ngram_min,
+            ngram_max=ngram_max,
+        ),
+    )
+    if log_level not in LEVELS:
+        problems.append(f"log_level: '{log_level}' is unknown; valid: {', '.join(LEVELS)}")
+    problems += config.problems()
+    if problems:
+        _refuse(problems)
+    configure_logging(log_level)
+    from engine.server.launch import serve as run
+
+    raise typer.Exit(run(config))
+
+
+@app.command()
+def fetch(model: Annotated[str, typer.Argument(help="A known model.")] = EngineConfig.model) -> None:
+    """Download a known model into the user's cache, and print where its file is."""
+    configure_logging("info")
+    from engine.model.source import resolve
+
+    try:
+        typer.echo(resolve(model).path)
+    except EngineError as error:
+        logging.getLogger(__name__).error("%s", error)
+        raise typer.Exit(error.exit_code) from error
+
+
+def _refuse(problems: list[str]) -> None:
+    for problem in problems:
+        typer.echo(f"error: {problem}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,82 @@
+"""The Llama family: pre-norm layers with rotary attention and a gated MLP, written once over `Ops`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.memory.pool import KVPool
+from engine.model.config import ModelConfig
+from engine.model.weights import Weights
+from engine.ops.base import Linear, Ops, View
+
+
+@dataclass(frozen=True)
+class _Layer:
+    attention_norm: Tensor
+    qkv: Linear
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Llama:
+    """A loaded model. `forward` is the only thing that touches the cache; it holds no state of requests."""
+
+    def __init__(self, weights: Weights, ops: Ops, dtype: torch.dtype, context_length: int) -> None:
+        config = weights.config
+        self.config, self.ops, self.dtype = config, ops, dtype
+        h, d = config.hidden, config.head_dim
+        q, kv, inner = config.q_heads * d, config.kv_heads * d, config.intermediate
+
+        def take(name: str, *shape: int) -> Tensor:
+            return weights.take(f"{name}.weight", shape, dtype)
+
+        self._embedding = take("model.embed_tokens", config.vocab, h)
+        self._layers = []
+        for i in range(config.layers):
+            at = f"model.layers.{i}"
+            sizes = (("q", q), ("k", kv), ("v", kv))
+            qkv = torch.cat([take(f"{at}.self_attn.{part}_proj", size, h) for part, size in sizes])
+            gate_up = torch.cat([take(f"{at}.mlp.{part}_proj", inner, h) for part in ("gate", "up")])
+            self._layers.append(
+                _Layer(
+                    attention_norm=take(f"{at}.input_layernorm", h),
+                    qkv=ops.linear(qkv),
+                    out=ops.linear(take(f"{at}.self_attn.o_proj", h, q)),
+                    mlp_norm=take(f"{at}.post_attention_layernorm", h),
+                    gate_up=ops.linear(gate_up),
+                    down=ops.linear(take(f"{at}.mlp.down_proj", h, inner)),
+                )
+            )
+        self._norm = take("model.norm", h)
+        head = self._embedding if config.tied else take("lm_head", config.vocab, h)
+        self._head = ops.linear(head, as_float=True)
+        self._rope = _rope_tables(config, context_length)
+
+    def forward(self, view: View, pool: KVPool) -> Tensor:
+        """Logits, float32 [R, V], of the view's logit rows; keys and values of all rows go to the pool."""
+        ops, config, eps = self.ops, self.config, self.config.rms_eps
+        residual = self._embedding[view.tokens]
+        normed = ops.rms_norm(residual, self._layers[0].attention_norm, eps)
+        following = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
+        for i, layer in enumerate(self._layers):
+            k_cache, v_cache = pool.layer(i)
+            qkv = layer.qkv(normed)
+            ops.rope_store(qkv, view, self._rope, k_cache, v_cache, config.q_heads)
+            mixed = layer.out(ops.attention(qkv, view, k_cache, v_cache, config.q_heads))
+            normed = ops.add_rms_norm(mixed, residual, layer.mlp_norm, eps)
+            added = layer.down(ops.silu_mul(layer.gate_up(normed)))
+            normed = ops.add_rms_norm(added, residual, following[i], eps)
+        return self._head(normed[view.logit_rows])
+
+
+def _rope_tables(config: ModelConfig, positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [positions, D / 2]."""
+    d = config.head_dim
+    inverse = 1.0 / config.rope_theta ** (torch.arange(0, d, 2, dtype=torch.float32) / d)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
+    return angles.cos(), angles.sin()

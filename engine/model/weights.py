@@ -1,0 +1,180 @@
+"""Tensors of a model by Hugging Face name, from safetensors or GGUF.
+
+A GGUF file takes seconds to parse and dequantise, so its bfloat16 form is kept in the user's cache, keyed by the
+file's path, size and time. float32 is always dequantised anew: rounding to bfloat16 first would change it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.cache import cache_dir
+from engine.errors import ModelBroken, UnsupportedModel
+from engine.model.config import ModelConfig
+from engine.model.source import ModelSource
+
+_CONVERSION = 1  # raise when the meaning of cached conversions changes
+_GGUF_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
+_GGUF_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_GGUF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class Weights:
+    """A model's shape and its tensors, taken one at a time so that peak memory stays near one copy."""
+
+    def __init__(self, config: ModelConfig, files: list[Path] | None = None, tensors: dict[str, Tensor] | None = None):
+        self.config = config
+        self._tensors = dict(tensors or {})
+        self._stack = ExitStack()
+        self._by_name: dict[str, Any] = {}
+        for file in files or []:
+            try:
+                handle = self._stack.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ModelBroken(f"{file}: not a readable safetensors file: {error}") from error
+            self._by_name.update(dict.fromkeys(handle.keys(), handle))
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Tensor `name` as `dtype`.
+
+        Raises:
+            ModelBroken: it is missing, or has another shape.
+        """
+        if name in self._tensors:
+            tensor = self._tensors.pop(name)
+        elif name in self._by_name:
+            tensor = self._by_name[name].get_tensor(name)
+        else:
+            raise ModelBroken(f"tensor '{name}' is missing from the model")
+        if tuple(tensor.shape) != shape:
+            raise ModelBroken(f"tensor '{name}' has shape {tuple(tensor.shape)}, expected {shape}")
+        return tensor.to(dtype)
+
+    def close(self) -> None:
+        """Release the files."""
+        self._stack.close()
+
+
+def open_weights(source: ModelSource, dtype: torch.dtype) -> Weights:
+    """Weights of a resolved model.
+
+    Raises:
+        UnsupportedModel: an architecture or quantisation this engine does not compute.
+        ModelBroken: a file is missing, truncated or not what its name says.
+    """
+    if source.kind == "hf":
+        return _open_folder(Path(source.path))
+    if dtype != torch.bfloat16:
+        config, tensors = _read_gguf(Path(source.path), dtype)
+        return Weights(config, tensors=tensors)
+    return _open_converted(Path(source.path))
+
+
+def _open_folder(folder: Path) -> Weights:
+    try:
+        config = ModelConfig.from_huggingface(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise ModelBroken(f"{folder / 'config.json'}: {error}") from error
+    except KeyError as error:
+        raise ModelBroken(f"{folder / 'config.json'}: {error} is missing") from error
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise ModelBroken(f"{folder}: missing {', '.join(missing)}")
+    return Weights(config, files=[folder / name for name in names])
+
+
+def _open_converted(path: Path) -> Weights:
+    stat = path.stat()
+    identity = f"{_CONVERSION}|{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+    file = cache_dir() / "converted" / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.safetensors"
+    if not file.exists():
+        config, tensors = _read_gguf(path, torch.bfloat16)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            made = Path(folder) / "model.safetensors"
+            save_file(tensors, made, metadata={"config": json.dumps(asdict(config))})
+            made.replace(file)  # atomic: several engines may convert at once
+    with safe_open(file, framework="pt") as handle:
+        config = ModelConfig(**json.loads(handle.metadata()["config"]))
+    return Weights(config, files=[file])
+
+
+def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelConfig, dict[str, Tensor]]:
+    from gguf import GGUFReader, dequantize
+
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, OSError, IndexError, KeyError) as error:
+        raise ModelBroken(f"{path}: not a readable GGUF file: {error}") from error
+    # Strings of the vocabulary are not needed here and take seconds to decode.
+    fields = {
+        name: field.data if name == "tokenizer.ggml.tokens" else field.contents()
+        for name, field in reader.fields.items()
+        if not name.startswith("tokenizer.") or name == "tokenizer.ggml.tokens"
+    }
+    tied = not any(tensor.name == "output.weight" for tensor in reader.tensors)
+    try:
+        config = ModelConfig.from_gguf(fields, tied)
+    except KeyError as error:
+        raise ModelBroken(f"{path}: metadata key {error} is missing") from error
+    tensors = {}
+    for tensor in reader.tensors:
+        if tensor.name == "rope_freqs.weight":
+            raise UnsupportedModel(f"{path}: rope frequency factors are not supported")
+        if tensor.tensor_type.name not in _GGUF_TYPES:
+            raise UnsupportedModel(
+                f"{path}: quantisation {tensor.tensor_type.name} is not supported; supported: {', '.join(_GGUF_TYPES)}"
+            )
+        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        values = values.view(*reversed([int(n) for n in tensor.shape]))
+        for name in _huggingface_name(tensor.name):
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                values = _halves(values, config.q_heads if "q_proj" in name else config.kv_heads)
+            tensors[name] = values.to(dtype)
+    return config, tensors
+
+
+def _huggingface_name(name: str) -> Iterator[str]:
+    if name in _GGUF_TOP:
+        yield _GGUF_TOP[name]
+    elif name.startswith("blk."):
+        _, layer, part, suffix = name.split(".", 3)
+        if part in _GGUF_LAYER:
+            yield f"model.layers.{layer}.{_GGUF_LAYER[part]}.{suffix}"
+
+
+def _halves(weight: Tensor, heads: int) -> Tensor:
+    """From GGUF's interleaved rotary layout [h, D/2, 2] back to halves [h, 2, D/2] along the output rows."""
+    rows, columns = weight.shape
+    return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)

@@ -1,0 +1,113 @@
+"""The few operations a model is made of, behind one protocol, so that a model is written once for every device.
+
+T rows of this forward, H hidden size, D head size, Q and G query and KV heads, V vocabulary, B requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class View:
+    """What one forward reads and writes, fixed before it starts. Rows of one request are neighbours.
+
+    Attributes:
+        tokens: int64 [T], input ids.
+        positions: int32 [T], for the rotary embedding: committed length + depth in the draft tree.
+        slots: int64 [T], where each row's keys and values are stored: page * page_size + offset.
+        page_table: int32 [requests at most, pages at most], pages of each request by logical position.
+        page_size: tokens per page.
+        table_row: int32 [B], the requests' rows in `page_table`.
+        row_start: int32 [B + 1], the requests' first rows, then T.
+        context: int32 [B], tokens already in the cache and visible to every row of the request.
+        mask: uint8, concatenated [n, n] matrices, row i of a request sees its row j; None: all are causal.
+        mask_start: int64 [B], offset of each request's matrix in `mask`, -1 where it is causal.
+        logit_rows: int64 [R], the rows whose logits are wanted.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    page_table: Tensor
+    page_size: int
+    table_row: Tensor
+    row_start: Tensor
+    context: Tensor
+    mask: Tensor | None
+    mask_start: Tensor
+    logit_rows: Tensor
+
+
+class Linear(Protocol):
+    """A weight prepared for multiplication: x [T, in] → [T, out]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        ...
+
+
+class Ops(Protocol):
+    """One implementation of the operations; `describe` says what it is, for `/server_info`."""
+
+    name: str
+
+    def describe(self) -> dict[str, str]:
+        """Kernel by operation."""
+        ...
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, as_float: bool = False) -> Linear:
+        """Prepare weight [out, in]. `as_float`: results in float32 whatever the weight's type (logits)."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [T, H] / rms(x) * weight."""
+        ...
+
+    def add_rms_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add delta to `residual` in place, then `rms_norm` of it."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2I] → silu(first half) * second half, [T, I]."""
+        ...
+
+    def rope_store(
+        self, qkv: Tensor, view: View, rope: tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor, q_heads: int
+    ) -> None:
+        """Rotate q in qkv [T, (Q + 2G) D] in place; store rotated k, and v, to caches [slots, G, D].
+
+        rope: cos and sin, float32 [positions, D / 2].
+        """
+        ...
+
+    def attention(self, qkv: Tensor, view: View, k_cache: Tensor, v_cache: Tensor, q_heads: int) -> Tensor:
+        """Attention of the rows' queries over what the view lets them see, scaled by D**-0.5: [T, Q D]."""
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Of float32 [R, V]: int64 [R], the first of equals; -1 for a row that holds a NaN."""
+        ...
+
+
+def causal_view(tokens: Tensor, page_table: Tensor, page_size: int) -> View:
+    """One request's whole prompt with an empty cache, its pages in row 0: for tests and one-off forwards."""
+    n = len(tokens)
+    at = torch.arange(n)
+    return View(
+        tokens=tokens,
+        positions=at.int(),
+        slots=page_table[0, at // page_size].long() * page_size + at % page_size,
+        page_table=page_table,
+        page_size=page_size,
+        table_row=torch.zeros(1, dtype=torch.int32),
+        row_start=torch.tensor([0, n], dtype=torch.int32),
+        context=torch.zeros(1, dtype=torch.int32),
+        mask=None,
+        mask_start=torch.full((1,), -1, dtype=torch.int64),
+        logit_rows=at,
+    )

@@ -1,0 +1,470 @@
+// CPU kernels of the engine: what a decode step does besides bookkeeping.
+//
+// Compiled on first use by engine/ops/native.py with the instruction sets this machine names, without linking an
+// OpenMP runtime: the symbols resolve to the one that torch has loaded, so that there is one thread pool, not two.
+// Every kernel exists for float and for bfloat16 (kept as uint16_t). A row's result never depends on which other rows
+// are in the batch, nor on the number of threads.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <omp.h>
+#include <vector>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+using bf16 = uint16_t;
+
+inline float load(float x) { return x; }
+
+inline float load(bf16 x) {
+  uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+inline void store(float* at, float x) { *at = x; }
+
+inline void store(bf16* at, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  // Round to nearest even; a NaN keeps its top bits and is made quiet, or rounding could turn it into infinity.
+  const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  const uint32_t quiet = bits | 0x400000u;
+  *at = static_cast<bf16>((((bits & 0x7fffffffu) > 0x7f800000u) ? quiet : rounded) >> 16);
+}
+
+// exp(x) for x <= 88, to about 2 ulp, without branches so that the compiler vectorises the loops around it.
+inline float fast_exp(float x) {
+  x = std::max(x, -87.0f);
+  const float n = std::floor(x * 1.44269504f + 0.5f);
+  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, 4);
+  return p * scale;
+}
+
+// residual += x (when x is given), out = residual / rms(residual) * weight.
+template <typename T>
+void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t rows, int64_t dim, float eps) {
+#pragma omp parallel for if (rows > 16)
+  for (int64_t r = 0; r < rows; ++r) {
+    T* res = residual + r * dim;
+    T* o = out + r * dim;
+    if (x != nullptr) {
+      const T* delta = x + r * dim;
+#pragma omp simd
+      for (int64_t i = 0; i < dim; ++i) store(&res[i], load(res[i]) + load(delta[i]));
+    }
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < dim; ++i) sum += load(res[i]) * load(res[i]);
+    const float scale = 1.0f / std::sqrt(sum / static_cast<float>(dim) + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < dim; ++i) store(&o[i], load(res[i]) * scale * load(weight[i]));
+  }
+}
+
+template <typename T>
+void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t dim) {
+#pragma omp parallel for if (rows > 4)
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* gate = gate_up + r * 2 * dim;
+    const T* up = gate + dim;
+    T* o = out + r * dim;
+#pragma omp simd
+    for (int64_t i = 0; i < dim; ++i) {
+      const float g = load(gate[i]);
+      store(&o[i], g / (1.0f + fast_exp(std::min(-g, 87.0f))) * load(up[i]));
+    }
+  }
+}
+
+// Rotates q in place (half-split convention) and writes rotated k, and v, to their cache slots.
+template <typename T>
+void rope_store(T* qkv, int64_t rows, int q_heads, int kv_heads, int dim, const float* cos_table,
+                const float* sin_table, const int32_t* positions, const int64_t* slots, T* k_cache, T* v_cache) {
+  const int64_t width = static_cast<int64_t>(q_heads + 2 * kv_heads) * dim;
+  const int half = dim / 2;
+#pragma omp parallel for if (rows > 16)
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* c = cos_table + static_cast<int64_t>(positions[r]) * half;
+    const float* s = sin_table + static_cast<int64_t>(positions[r]) * half;
+    T* row = qkv + r * width;
+    T* k_out = k_cache + slots[r] * kv_heads * dim;
+    T* v_out = v_cache + slots[r] * kv_heads * dim;
+    for (int h = 0; h < q_heads + kv_heads; ++h) {
+      T* head = row + h * dim;
+      T* to = h < q_heads ? head : k_out + (h - q_heads) * dim;
+#pragma omp simd
+      for (int i = 0; i < half; ++i) {
+        const float a = load(head[i]), b = load(head[i + half]);
+        store(&to[i], a * c[i] - b * s[i]);
+        store(&to[i + half], b * c[i] + a * s[i]);
+      }
+    }
+    std::memcpy(v_out, row + static_cast<int64_t>(q_heads + kv_heads) * dim, sizeof(T) * kv_heads * dim);
+  }
+}
+
+constexpr int kRowTile = 8;      // query rows per work item
+constexpr int kTokenBlock = 128; // keys per step of the online softmax
+
+// Attention of ragged query rows over paged keys. Request b owns rows row_start[b] … row_start[b+1]-1; they see its
+// first context[b] tokens, and among themselves what `mask` allows ([rows, rows] bytes at mask_start[b]; causal where
+// mask_start[b] < 0). The rows' own keys stand at logical positions context[b] + i.
+template <typename T, int D>
+void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache, const int32_t* page_table,
+               int64_t pages_per_request, int page_size, const int32_t* table_row, const int32_t* row_start,
+               const int32_t* context, const uint8_t* mask, const int64_t* mask_start, int64_t requests, int q_heads,
+               int kv_heads, T* out) {
+  const int group = q_heads / kv_heads;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(D));
+  struct Item {
+    int32_t request, head, first, count;
+  };
+  std::vector<Item> items;
+  for (int64_t b = 0; b < requests; ++b) {
+    const int rows = row_start[b + 1] - row_start[b];
+    for (int first = 0; first < rows; first += kRowTile)
+      for (int h = 0; h < kv_heads; ++h)
+        items.push_back({static_cast<int32_t>(b), h, first, std::min(kRowTile, rows - first)});
+  }
+  const int64_t n_items = static_cast<int64_t>(items.size());
+#pragma omp parallel
+  {
+    const int most = kRowTile * group;
+    std::vector<float> query(static_cast<size_t>(most) * D), acc(static_cast<size_t>(most) * D);
+    std::vector<float> scores(static_cast<size_t>(most) * kTokenBlock), top(most), total(most);
+    std::vector<const T*> v_rows(kTokenBlock);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t it = 0; it < n_items; ++it) {
+      const Item item = items[it];
+      const int b = item.request, h = item.head, n_q = item.count * group;
+      const int rows = row_start[b + 1] - row_start[b], ctx = context[b];
+      const int32_t* pages = page_table + static_cast<int64_t>(table_row[b]) * pages_per_request;
+      const bool causal = mask_start[b] < 0;
+      for (int i = 0; i < item.count; ++i)
+        for (int g = 0; g < group; ++g) {
+          const T* from = q + (row_start[b] + item.first + i) * q_stride + (h * group + g) * D;
+          float* to = &query[(i * group + g) * D];
+          for (int d = 0; d < D; ++d) to[d] = load(from[d]) * scale;
+        }
+      std::fill(acc.begin(), acc.begin() + static_cast<size_t>(n_q) * D, 0.0f);
+      std::fill(top.begin(), top.begin() + n_q, -std::numeric_limits<float>::infinity());
+      std::fill(total.begin(), total.begin() + n_q, 0.0f);
+      const int end = causal ? ctx + item.first + item.count : ctx + rows;
+      for (int start = 0; start < end; start += kTokenBlock) {
+        const int n = std::min(kTokenBlock, end - start);
+        for (int t = 0; t < n; ++t) {
+          const int at = start + t;
+          const int64_t slot = static_cast<int64_t>(pages[at / page_size]) * page_size + at % page_size;
+          const T* k = k_cache + (slot * kv_heads + h) * D;
+          v_rows[t] = v_cache + (slot * kv_heads + h) * D;
+          float key[D];
+#pragma omp simd
+          for (int d = 0; d < D; ++d) key[d] = load(k[d]);
+          for (int j = 0; j < n_q; ++j) {
+            const float* qq = &query[j * D];
+            float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+            for (int d = 0; d < D; ++d) dot += qq[d] * key[d];
+            scores[j * kTokenBlock + t] = dot;
+          }
+        }
+        for (int j = 0; j < n_q; ++j) {
+          float* s = &scores[j * kTokenBlock];
+          const int row = item.first + j / group;
+          for (int t = std::max(0, ctx - start); t < n; ++t) {
+            const int node = start + t - ctx;
+            const bool seen = causal ? node <= row : mask[mask_start[b] + static_cast<int64_t>(row) * rows + node] != 0;
+            if (!seen) s[t] = -std::numeric_limits<float>::infinity();
+          }
+          float high = top[j];
+          for (int t = 0; t < n; ++t) high = std::max(high, s[t]);
+          if (high == -std::numeric_limits<float>::infinity()) {
+            std::fill(s, s + n, 0.0f);
+            continue;
+          }
+          float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+          for (int t = 0; t < n; ++t) {
+            // A masked key must weigh exactly nothing; fast_exp clamps and would leave 1e-38.
+            s[t] = s[t] < -1e30f ? 0.0f : fast_exp(s[t] - high);
+            sum += s[t];
+          }
+          if (high != top[j]) {
+            const float keep = total[j] > 0.0f ? fast_exp(top[j] - high) : 0.0f;
+            total[j] *= keep;
+            for (int d = 0; d < D; ++d) acc[j * D + d] *= keep;
+            top[j] = high;
+          }
+          total[j] += sum;
+        }
+        for (int t = 0; t < n; ++t) {
+          float value[D];
+#pragma omp simd
+          for (int d = 0; d < D; ++d) value[d] = load(v_rows[t][d]);
+          for (int j = 0; j < n_q; ++j) {
+            const float p = scores[j * kTokenBlock + t];
+            float* a = &acc[j * D];
+#pragma omp simd
+            for (int d = 0; d < D; ++d) a[d] += p * value[d];
+          }
+        }
+      }
+      for (int j = 0; j < n_q; ++j) {
+        const float inverse = total[j] > 0.0f ? 1.0f / total[j] : 0.0f;
+        T* to = out + (row_start[b] + item.first + j / group) * static_cast<int64_t>(q_heads) * D +
+                (h * group + j % group) * D;
+        for (int d = 0; d < D; ++d) store(&to[d], acc[j * D + d] * inverse);
+      }
+    }
+  }
+}
+
+template <typename T>
+int attention_any(const T* q, int64_t q_stride, const T* k, const T* v, const int32_t* page_table, int64_t ppr,
+                  int page_size, const int32_t* table_row, const int32_t* row_start, const int32_t* context,
+                  const uint8_t* mask, const int64_t* mask_start, int64_t requests, int q_heads, int kv_heads, int dim,
+                  T* out) {
+#define ST_CASE(D)                                                                                                   \
+  case D:                                                                                                            \
+    attention<T, D>(q, q_stride, k, v, page_table, ppr, page_size, table_row, row_start, context, mask, mask_start,  \
+                    requests, q_heads, kv_heads, out);                                                               \
+    return 0;
+  switch (dim) {
+    ST_CASE(8)
+    ST_CASE(16)
+    ST_CASE(32)
+    ST_CASE(64)
+    ST_CASE(80)
+    ST_CASE(96)
+    ST_CASE(128)
+    ST_CASE(256)
+  }
+#undef ST_CASE
+  return 1;
+}
+
+// The index of the largest logit of each row (the first of equals); -1 where a row holds a NaN.
+void argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* out) {
+#pragma omp parallel for
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* row = logits + r * vocab;
+    float high = -std::numeric_limits<float>::infinity();
+    int64_t bad = 0;
+#pragma omp simd reduction(max : high) reduction(+ : bad)
+    for (int64_t i = 0; i < vocab; ++i) {
+      high = row[i] > high ? row[i] : high;
+      bad += row[i] != row[i];
+    }
+    int64_t at = -1;
+    if (bad == 0)
+      for (int64_t i = 0; i < vocab; ++i)
+        if (row[i] == high) {
+          at = i;
+          break;
+        }
+    out[r] = at;
+  }
+}
+
+#if defined(__AMX_BF16__)
+
+constexpr int kTile = 16;      // rows of a tile, and columns of its float results
+constexpr int kDepth = 32;     // bfloat16 values a tile row holds
+constexpr int kTileSize = 512; // bfloat16 values in a tile
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes_per_row[16] = {};
+  uint8_t rows[16] = {};
+};
+
+inline void configure_tiles() {
+  TileConfig config;
+  for (int i = 0; i < 8; ++i) {
+    config.bytes_per_row[i] = 64;
+    config.rows[i] = kTile;
+  }
+  _tile_loadconfig(&config);
+}
+
+inline void write_tile(const float* tile, int rows, int columns, const float* bias, void* out, int64_t stride,
+                       bool as_float) {
+  const __mmask16 live = static_cast<__mmask16>((1u << columns) - 1u);
+  const __m512 shift = bias ? _mm512_maskz_loadu_ps(live, bias) : _mm512_setzero_ps();
+  for (int r = 0; r < rows; ++r) {
+    const __m512 value = _mm512_add_ps(_mm512_load_ps(tile + r * kTile), shift);
+    if (as_float)
+      _mm512_mask_storeu_ps(static_cast<float*>(out) + r * stride, live, value);
+    else
+      _mm256_mask_storeu_epi16(static_cast<bf16*>(out) + r * stride, live, (__m256i)_mm512_cvtneps_pbh(value));
+  }
+}
+
+// out[M, N] = x[M, K] · W[N, K]ᵀ (+ bias), W packed by pack_bf16. Two column tiles by two row tiles at a time: each
+// weight is read once from memory, however many rows there are up to 32.
+void linear_bf16(const bf16* x, int64_t m, int64_t k, const bf16* packed, int64_t n, const float* bias, void* out,
+                 bool as_float) {
+  const int64_t depth = (k + kDepth - 1) / kDepth, column_tiles = (n + kTile - 1) / kTile;
+  const int64_t pairs = (column_tiles + 1) / 2, full = m / kTile, tail = m % kTile;
+  const bool copy_all = k % kDepth != 0;
+  const int64_t row_tiles = full + (tail != 0);
+  const int64_t copied_from = copy_all ? 0 : full;
+  // Rows that do not fill a tile, or whose length does not, are laid out with zeros behind them.
+  std::vector<bf16> padded(static_cast<size_t>((row_tiles - copied_from) * kTile * depth * kDepth), 0);
+  for (int64_t r = copied_from * kTile; r < m; ++r)
+    std::memcpy(&padded[static_cast<size_t>((r - copied_from * kTile) * depth * kDepth)], x + r * k, sizeof(bf16) * k);
+  const int64_t out_bytes = as_float ? 4 : 2;
+  const int64_t chunk = std::max<int64_t>(1, pairs / (8 * omp_get_max_threads()));
+#pragma omp parallel
+  {
+    configure_tiles();
+    alignas(64) float results[4][kTile * kTile];
+#pragma omp for schedule(dynamic, chunk)
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+      const bf16* w0 = packed + pair * 2 * depth * kTileSize;
+      const bf16* w1 = w0 + depth * kTileSize;
+      for (int64_t tile = 0; tile < row_tiles; tile += 2) {
+        const bool two = tile + 1 < row_tiles;
+        const bf16* a[2];
+        int64_t stride[2];
+        for (int i = 0; i < 2; ++i) {
+          const int64_t which = std::min(tile + i, row_tiles - 1);
+          const bool from_copy = which >= copied_from;
+          a[i] = from_copy ? &padded[static_cast<size_t>((which - copied_from) * kTile * depth * kDepth)]
+                           : x + which * kTile * k;
+          stride[i] = (from_copy ? depth * kDepth : k) * 2;
+        }
+        _tile_zero(0);
+        _tile_zero(1);
+        if (two) {
+          _tile_zero(2);
+          _tile_zero(3);
+          for (int64_t d = 0; d < depth; ++d) {
+            _tile_stream_loadd(6, w0 + d * kTileSize, 64);
+            _tile_stream_loadd(7, w1 + d * kTileSize, 64);
+            _tile_loadd(4, a[0] + d * kDepth, stride[0]);
+            _tile_loadd(5, a[1] + d * kDepth, stride[1]);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+          }
+          _tile_stored(2, results[2], 64);
+          _tile_stored(3, results[3], 64);
+        } else {
+          for (int64_t d = 0; d < depth; ++d) {
+            _tile_stream_loadd(6, w0 + d * kTileSize, 64);
+            _tile_stream_loadd(7, w1 + d * kTileSize, 64);
+            _tile_loadd(4, a[0] + d * kDepth, stride[0]);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+          }
+        }
+        _tile_stored(0, results[0], 64);
+        _tile_stored(1, results[1], 64);
+        for (int i = 0; i < (two ? 2 : 1); ++i)
+          for (int j = 0; j < 2; ++j) {
+            const int64_t row = (tile + i) * kTile, column = (pair * 2 + j) * kTile;
+            const int columns = static_cast<int>(std::min<int64_t>(kTile, n - column));
+            if (columns <= 0) continue;
+            write_tile(results[i * 2 + j], static_cast<int>(std::min<int64_t>(kTile, m - row)), columns,
+                       bias ? bias + column : nullptr, static_cast<char*>(out) + (row * n + column) * out_bytes, n,
+                       as_float);
+          }
+      }
+    }
+    _tile_release();
+  }
+}
+
+#endif
+
+} // namespace
+
+extern "C" {
+
+// 1 where bfloat16 linears may use matrix tiles: compiled in, and the system grants the register state.
+int st_tiles() {
+#if defined(__AMX_BF16__)
+  constexpr long request_permission = 0x1023, tile_data = 18;
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0 ? 1 : 0;
+#else
+  return 0;
+#endif
+}
+
+// Size, in bfloat16 values, of a packed [n, k] weight.
+int64_t st_packed_size(int64_t n, int64_t k) { return ((n + 31) / 32) * 2 * ((k + 31) / 32) * 512; }
+
+// Lays W[n, k] out as tiles [n/16][k/32][16 pairs of k][16 n][2], zeros where it does not fill them.
+void st_pack_bf16(const uint16_t* w, uint16_t* out, int64_t n, int64_t k) {
+  const int64_t tiles = ((n + 31) / 32) * 2, depth = (k + 31) / 32;
+#pragma omp parallel for
+  for (int64_t t = 0; t < tiles; ++t)
+    for (int64_t d = 0; d < depth; ++d)
+      for (int64_t p = 0; p < 16; ++p)
+        for (int64_t c = 0; c < 16; ++c)
+          for (int64_t i = 0; i < 2; ++i) {
+            const int64_t column = t * 16 + c, row = d * 32 + p * 2 + i;
+            out[((t * depth + d) * 16 + p) * 32 + c * 2 + i] = column < n && row < k ? w[column * k + row] : 0;
+          }
+}
+
+void st_linear_bf16(const uint16_t* x, int64_t m, int64_t k, const uint16_t* packed, int64_t n, const float* bias,
+                    void* out, int as_float) {
+#if defined(__AMX_BF16__)
+  linear_bf16(x, m, k, packed, n, bias, out, as_float != 0);
+#else
+  (void)x, (void)m, (void)k, (void)packed, (void)n, (void)bias, (void)out, (void)as_float;
+#endif
+}
+
+#define ST_TYPED(NAME, T)                                                                                            \
+  void st_rms_norm_##NAME(const T* x, T* residual, const T* weight, T* out, int64_t rows, int64_t dim, float eps) {  \
+    rms_norm<T>(x, residual, weight, out, rows, dim, eps);                                                           \
+  }                                                                                                                  \
+  void st_silu_mul_##NAME(const T* gate_up, T* out, int64_t rows, int64_t dim) {                                     \
+    silu_mul<T>(gate_up, out, rows, dim);                                                                            \
+  }                                                                                                                  \
+  void st_rope_store_##NAME(T* qkv, int64_t rows, int q_heads, int kv_heads, int dim, const float* cos_table,        \
+                            const float* sin_table, const int32_t* positions, const int64_t* slots, T* k_cache,      \
+                            T* v_cache) {                                                                            \
+    rope_store<T>(qkv, rows, q_heads, kv_heads, dim, cos_table, sin_table, positions, slots, k_cache, v_cache);      \
+  }                                                                                                                  \
+  int st_attention_##NAME(const T* q, int64_t q_stride, const T* k, const T* v, const int32_t* page_table,           \
+                          int64_t pages_per_request, int page_size, const int32_t* table_row,                        \
+                          const int32_t* row_start, const int32_t* context, const uint8_t* mask,                     \
+                          const int64_t* mask_start, int64_t requests, int q_heads, int kv_heads, int dim, T* out) { \
+    return attention_any<T>(q, q_stride, k, v, page_table, pages_per_request, page_size, table_row, row_start,       \
+                            context, mask, mask_start, requests, q_heads, kv_heads, dim, out);                       \
+  }
+
+ST_TYPED(f32, float)
+ST_TYPED(bf16, uint16_t)
+
+void st_argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* out) { argmax(logits, rows, vocab, out); }
+
+} // extern "C"

@@ -1,0 +1,269 @@
+"""The operations by compiled CPU kernels (native.cpp), built on first use and kept in the user's cache."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.cache import cache_dir
+from engine.ops.base import Linear, View
+
+_SOURCE = Path(__file__).with_name("native.cpp")
+_FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
+)
+# Instruction sets by the kernel's name for them, never -march=native: a virtual machine may hide what its CPU has.
+_INSTRUCTION_SETS = {
+    "avx2": ("-mavx2",),
+    "fma": ("-mfma",),
+    "avx512f": ("-mavx512f", "-mprefer-vector-width=512"),
+    "avx512bw": ("-mavx512bw",),
+    "avx512vl": ("-mavx512vl",),
+    "avx512dq": ("-mavx512dq",),
+    "avx512_bf16": ("-mavx512bf16",),
+}
+_TILES = ("amx_tile", "amx_bf16", "avx512_bf16", "avx512vl", "avx512bw")
+
+_P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "st_tiles": (_I32, ()),
+    "st_packed_size": (_I64, (_I64, _I64)),
+    "st_pack_bf16": (None, (_P, _P, _I64, _I64)),
+    "st_linear_bf16": (None, (_P, _I64, _I64, _P, _I64, _P, _P, _I32)),
+    "st_rms_norm": (None, (_P, _P, _P, _P, _I64, _I64, _F32)),
+    "st_silu_mul": (None, (_P, _P, _I64, _I64)),
+    "st_rope_store": (None, (_P, _I64, _I32, _I32, _I32, _P, _P, _P, _P, _P, _P)),
+    "st_attention": (_I32, (_P, _I64, _P, _P, _P, _I64, _I32, _P, _P, _P, _P, _P, _I64, _I32, _I32, _I32, _P)),
+    "st_argmax": (None, (_P, _I64, _I64, _P)),
+}
+_TYPED = ("st_rms_norm", "st_silu_mul", "st_rope_store", "st_attention")
+_SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
+HEAD_SIZES = (8, 16, 32, 64, 80, 96, 128, 256)
+
+
+class NativeUnavailable(RuntimeError):
+    """The kernels cannot be built or loaded here; the message says why. The reference operations still work."""
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets as Linux names them; empty where /proc/cpuinfo is not to be had."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def compiler_flags(flags: frozenset[str]) -> list[str]:
+    """Compiler options for a machine with these instruction sets."""
+    chosen = [option for name, options in _INSTRUCTION_SETS.items() if name in flags for option in options]
+    if all(name in flags for name in _TILES):
+        chosen += ["-mamx-tile", "-mamx-bf16"]
+    return chosen
+
+
+def build() -> Path:
+    """The compiled library, from the cache or made now.
+
+    Raises:
+        NativeUnavailable: not Linux, no compiler, or the compiler's own message.
+    """
+    if platform.system() != "Linux":
+        raise NativeUnavailable(f"compiled kernels need Linux, this is {platform.system()}")
+    compiler = os.environ.get("CXX", "c++")
+    options = [*_FLAGS, *compiler_flags(cpu_flags())]
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NativeUnavailable(f"no C++ compiler: {error}; install one, or name it in CXX") from error
+    key = hashlib.sha256("\n".join([_SOURCE.read_text(), version, *options]).encode()).hexdigest()[:16]
+    target = cache_dir() / "kernels" / f"native-{key}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made, library = Path(folder) / "native.o", Path(folder) / "native.so"
+        # Linked without -fopenmp on purpose: see the head of native.cpp.
+        for command in (
+            [compiler, *options, "-c", "-o", str(made), str(_SOURCE)],
+            [compiler, "-shared", "-o", str(library), str(made)],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise NativeUnavailable(f"{compiler} failed:\n{done.stderr.strip()}")
+        library.replace(target)  # atomic: several engines may build at once
+    return target
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The loaded kernels. Raises NativeUnavailable."""
+    path = build()
+    torch_folder = Path(torch.__file__).parent
+    runtimes: list[Path | str] = [
+        *torch_folder.glob("lib/libgomp*"),
+        *torch_folder.parent.glob("torch.libs/libgomp*"),
+        "libgomp.so.1",
+    ]
+    try:
+        ctypes.CDLL(str(runtimes[0]), ctypes.RTLD_GLOBAL)
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailable(f"the compiled kernels do not load: {error}") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        for full in (name + suffix for suffix in _SUFFIX.values()) if name in _TYPED else (name,):
+            function = getattr(lib, full)
+            function.restype, function.argtypes = result, arguments
+    return lib
+
+
+class NativeOps:
+    """Kernels for one type, float32 or bfloat16. bfloat16 linears use matrix tiles where there are some."""
+
+    name = "native"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        if dtype not in _SUFFIX:
+            raise NativeUnavailable(f"no compiled kernels for {dtype}")
+        lib = library()
+        self._lib = lib
+        self._tiles = dtype == torch.bfloat16 and bool(lib.st_tiles())
+        suffix = _SUFFIX[dtype]
+        self._rms_norm = getattr(lib, "st_rms_norm" + suffix)
+        self._silu_mul = getattr(lib, "st_silu_mul" + suffix)
+        self._rope_store = getattr(lib, "st_rope_store" + suffix)
+        self._attention = getattr(lib, "st_attention" + suffix)
+
+    def describe(self) -> dict[str, str]:
+        """Kernel by operation."""
+        linear = "native, bf16 matrix tiles" if self._tiles else "torch"
+        return {"linear": linear, "attention": "native, paged", "other": "native"}
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, as_float: bool = False) -> Linear:
+        """See `Ops.linear`."""
+        if not self._tiles:
+
+            def by_torch(x: Tensor) -> Tensor:
+                out = functional.linear(x, weight, bias)
+                return out.float() if as_float else out
+
+            return by_torch
+        return _TileLinear(self._lib, weight.contiguous(), bias, as_float)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Ops.rms_norm`."""
+        out = torch.empty_like(x)
+        self._rms_norm(None, x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps)
+        return out
+
+    def add_rms_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Ops.add_rms_norm`."""
+        out = torch.empty_like(residual)
+        rows, dim = residual.shape
+        self._rms_norm(delta.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, dim, eps)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.silu_mul`."""
+        rows, width = gate_up.shape
+        out = torch.empty(rows, width // 2, dtype=gate_up.dtype)
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
+        return out
+
+    def rope_store(
+        self, qkv: Tensor, view: View, rope: tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor, q_heads: int
+    ) -> None:
+        """See `Ops.rope_store`."""
+        kv_heads, dim = k_cache.shape[1], k_cache.shape[2]
+        self._rope_store(
+            qkv.data_ptr(),
+            qkv.shape[0],
+            q_heads,
+            kv_heads,
+            dim,
+            rope[0].data_ptr(),
+            rope[1].data_ptr(),
+            view.positions.data_ptr(),
+            view.slots.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+        )
+
+    def attention(self, qkv: Tensor, view: View, k_cache: Tensor, v_cache: Tensor, q_heads: int) -> Tensor:
+        """See `Ops.attention`."""
+        kv_heads, dim = k_cache.shape[1], k_cache.shape[2]
+        rows = qkv.shape[0]
+        out = torch.empty(rows, q_heads * dim, dtype=qkv.dtype)
+        unsupported = self._attention(
+            qkv.data_ptr(),
+            qkv.shape[1],
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            view.page_table.data_ptr(),
+            view.page_table.shape[1],
+            view.page_size,
+            view.table_row.data_ptr(),
+            view.row_start.data_ptr(),
+            view.context.data_ptr(),
+            None if view.mask is None else view.mask.data_ptr(),
+            view.mask_start.data_ptr(),
+            view.table_row.shape[0],
+            q_heads,
+            kv_heads,
+            dim,
+            out.data_ptr(),
+        )
+        if unsupported:
+            raise NativeUnavailable(f"no attention kernel for heads of {dim}; there are {HEAD_SIZES}")
+        return out
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See `Ops.argmax`."""
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        self._lib.st_argmax(logits.data_ptr(), logits.shape[0], logits.shape[1], out.data_ptr())
+        return out
+
+
+class _TileLinear:
+    """A packed bfloat16 weight; the unpacked one is not kept."""
+
+    def __init__(self, lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None, as_float: bool) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._call = lib.st_linear_bf16
+        size = lib.st_packed_size(self.out_features, self.in_features)
+        self._packed = torch.empty(size, dtype=torch.bfloat16)
+        lib.st_pack_bf16(weight.data_ptr(), self._packed.data_ptr(), self.out_features, self.in_features)
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
+        self._pointer = self._packed.data_ptr()
+        self._dtype = torch.float32 if as_float else torch.bfloat16
+        self._as_float = int(as_float)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        out = torch.empty(rows, self.out_features, dtype=self._dtype)
+        self._call(
+            x.data_ptr(),
+            rows,
+            self.in_features,
+            self._pointer,
+            self.out_features,
+            self._bias_pointer,
+            out.data_ptr(),
+            self._as_float,
+        )
+        return out

@@ -1,0 +1,88 @@
+"""The operations in plain torch, on any device: the oracle that faster ones are tested against, and the fallback."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.ops.base import Linear, View
+
+
+class ReferenceOps:
+    """Clear rather than fast; attention gathers each request's keys."""
+
+    name = "reference"
+
+    def describe(self) -> dict[str, str]:
+        """Kernel by operation."""
+        return {"linear": "torch", "attention": "torch, gathered", "other": "torch"}
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, as_float: bool = False) -> Linear:
+        """See `Ops.linear`."""
+
+        def apply(x: Tensor) -> Tensor:
+            out = functional.linear(x, weight, bias)
+            return out.float() if as_float else out
+
+        return apply
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Ops.rms_norm`. Computed in float32 and rounded once."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * scale * weight.float()).to(x.dtype)
+
+    def add_rms_norm(self, delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Ops.add_rms_norm`."""
+        residual.add_(delta)
+        return self.rms_norm(residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Ops.silu_mul`."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (functional.silu(gate) * up).to(gate_up.dtype)
+
+    def rope_store(
+        self, qkv: Tensor, view: View, rope: tuple[Tensor, Tensor], k_cache: Tensor, v_cache: Tensor, q_heads: int
+    ) -> None:
+        """See `Ops.rope_store`."""
+        kv_heads, dim = k_cache.shape[1:]
+        heads = qkv.view(len(qkv), -1, dim)
+        rotated = heads[:, : q_heads + kv_heads].float()
+        cos, sin = (table[view.positions.long()].unsqueeze(1) for table in rope)
+        a, b = rotated.chunk(2, dim=-1)
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(qkv.dtype)
+        heads[:, :q_heads] = rotated[:, :q_heads]
+        k_cache[view.slots] = rotated[:, q_heads:]
+        v_cache[view.slots] = heads[:, q_heads + kv_heads :]
+
+    def attention(self, qkv: Tensor, view: View, k_cache: Tensor, v_cache: Tensor, q_heads: int) -> Tensor:
+        """See `Ops.attention`."""
+        kv_heads, dim = k_cache.shape[1:]
+        queries = qkv.view(len(qkv), -1, dim)[:, :q_heads].float()
+        out = torch.empty_like(queries)
+        starts, contexts = view.row_start.tolist(), view.context.tolist()
+        for b, (context, mask_start) in enumerate(zip(contexts, view.mask_start.tolist(), strict=True)):
+            first, last = starts[b], starts[b + 1]
+            n = last - first
+            at = torch.arange(context + n, device=qkv.device)
+            pages = view.page_table[view.table_row[b].long(), at // view.page_size].long()
+            slots = pages * view.page_size + at % view.page_size
+            keys, values = (
+                cache[slots].float().repeat_interleave(q_heads // kv_heads, 1) for cache in (k_cache, v_cache)
+            )
+            if mask_start < 0 or view.mask is None:
+                among = torch.ones(n, n, dtype=torch.bool, device=qkv.device).tril()
+            else:
+                among = view.mask[mask_start : mask_start + n * n].view(n, n).bool()
+            seen = torch.cat((torch.ones(n, context, dtype=torch.bool, device=qkv.device), among), dim=1)
+            scores = torch.einsum("qhd,khd->hqk", queries[first:last], keys) * dim**-0.5
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            out[first:last] = torch.einsum("hqk,khd->qhd", weights, values)
+        return out.to(qkv.dtype).view(len(qkv), -1)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See `Ops.argmax`."""
+        best = logits.argmax(-1)
+        return torch.where(logits.isnan().any(-1), -1, best)

@@ -1,0 +1,101 @@
+"""Choosing tokens from logits: greedy rows by argmax, the others by inverse transform with reproducible coins."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.ops.base import Ops
+
+_FIRST_LOOK = 1024
+"""Candidates sorted first for top-p; the whole row is sorted only where their mass falls short."""
+
+
+def coins(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Uniform float64 in [0, 1) from (seed, position), both uint64 [n]: splitmix64 (Steele et al., 2014).
+
+    A token's coin depends on nothing else, so batch, preemption and speculation do not change what is sampled.
+    """
+    with np.errstate(over="ignore"):
+        z = seeds * np.uint64(0xD1342543DE82EF95) + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def choose(
+    ops: Ops,
+    logits: Tensor,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    coin: np.ndarray,
+) -> np.ndarray:
+    """One token per row of float32 logits [R, V]; int64 [R], -1 where a row holds a NaN.
+
+    Per row: temperature 0 is greedy; top_k 0 and top_p 1 are off; `coin` in [0, 1) decides.
+    """
+    chosen = ops.argmax(logits).numpy()
+    rows = np.flatnonzero((temperature > 0) & (top_k != 1) & (chosen >= 0))
+    if len(rows):
+        picked = _sample(
+            logits[torch.from_numpy(rows)],
+            torch.from_numpy(temperature[rows]),
+            top_k[rows],
+            torch.from_numpy(top_p[rows]),
+            torch.from_numpy(coin[rows]),
+        )
+        chosen[rows] = picked.numpy()
+    return chosen
+
+
+def distribution(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """What `choose` samples from, written plainly: float64 [V] from logits [V]. The oracle of its tests."""
+    scaled = logits.double() / temperature
+    order = scaled.argsort(descending=True, stable=True)
+    weights = scaled[order].softmax(-1)
+    if top_k:
+        weights[top_k:] = 0
+    before = weights.cumsum(-1) / weights.sum() - weights / weights.sum()
+    weights[before >= top_p] = 0
+    out = torch.zeros_like(scaled)
+    out[order] = weights / weights.sum()
+    return out
+
+
+def _sample(logits: Tensor, temperature: Tensor, top_k: np.ndarray, top_p: Tensor, coin: Tensor) -> Tensor:
+    """Tokens, int64 [n], for rows that are all sampled."""
+    vocab = logits.shape[1]
+    scaled = logits.double() / temperature.unsqueeze(1)
+    plain = (top_k == 0) | (top_k >= vocab)
+    if bool((plain & (top_p.numpy() >= 1.0)).all()):
+        weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
+        return _inverse(weights, coin)
+    # Sorting a whole vocabulary costs milliseconds a row; the head of it nearly always suffices.
+    wanted = int(top_k[~plain].max(initial=0))
+    most = min(vocab, max(wanted, _FIRST_LOOK))
+    normaliser = scaled.logsumexp(-1, keepdim=True)
+    values, order = scaled.topk(most, dim=-1)
+    if most < vocab:
+        mass = (values - normaliser).exp().sum(-1).numpy()
+        if bool((plain & (mass < top_p.numpy())).any()):
+            values, order = scaled.sort(dim=-1, descending=True)
+    weights = (values - normaliser).exp()
+    rank = torch.arange(weights.shape[1])
+    limit = torch.from_numpy(np.where(plain, vocab, top_k)).unsqueeze(1)
+    weights = weights.masked_fill(rank >= limit, 0.0)
+    # top-p is a share of what top-k left; a row without top-k has the whole distribution, normalised to 1.
+    whole = torch.where(torch.from_numpy(plain), 1.0, weights.sum(-1)).unsqueeze(1)
+    before = weights.cumsum(-1) - weights
+    weights = weights.masked_fill(before >= top_p.unsqueeze(1) * whole, 0.0)
+    return order.gather(1, _inverse(weights, coin).unsqueeze(1)).squeeze(1)
+
+
+def _inverse(weights: Tensor, coin: Tensor) -> Tensor:
+    """First index whose cumulative weight exceeds coin * total; never one of weight zero."""
+    cumulative = weights.cumsum(-1)
+    at = torch.searchsorted(cumulative, (coin * cumulative[:, -1]).unsqueeze(1), right=True).squeeze(1)
+    last = (weights > 0).long().mul(torch.arange(weights.shape[1])).amax(-1)
+    return torch.minimum(at, last)

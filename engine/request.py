@@ -1,0 +1,43 @@
+"""One request as the model process sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.ipc.messages import FinishReason, SamplingParams
+
+
+@dataclass
+class Request:
+    """`tokens` is prompt and output; the first `cached` of them have keys and values in the pool.
+
+    A running request that decodes has exactly one token that is not cached: the bonus token of its last round.
+    """
+
+    rid: int
+    tokens: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    cached: int = 0
+    row: int = -1
+    preemptions: int = field(default=0, repr=False)
+
+    @property
+    def pending(self) -> int:
+        """Tokens still to be run through the model before the next one can be chosen."""
+        return len(self.tokens) - self.cached
+
+    @property
+    def room(self) -> int:
+        """Output tokens it may still emit."""
+        return self.prompt_len + self.sampling.max_tokens - len(self.tokens)
+
+    def cut(self, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
+        """What of these tokens is output, and why it ends there, if it does. A NaN (-1) is the caller's to handle."""
+        emitted = emitted[: self.room]
+        for i, token in enumerate(emitted):
+            if token in self.stop_ids:
+                return emitted[: i + 1], "stop"
+        return emitted, "length" if len(emitted) == self.room else None

@@ -1,0 +1,108 @@
+"""The model process: receives requests, runs rounds, sends tokens. It ends when anything goes wrong, and says why."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+from engine.build import Core, build
+from engine.config import EngineConfig
+from engine.ipc.messages import Abort, Answer, Ask, Fatal, Ready, SamplingParams, Shutdown, Submit, Tokens
+
+log = logging.getLogger("engine.worker")
+
+_WARM_RID = -1
+
+
+def main(config: EngineConfig, connection: Connection) -> int:
+    """Serve until told to stop; the exit status of the process.
+
+    `Ready` is sent after a real token has been generated. Any exception is sent as `Fatal` and gives status 1.
+    """
+    # The frontend handles Ctrl-C and decides how to stop; a terminal sends it to both.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        core = build(config)
+        warm_up(core)
+        connection.send(Ready(core.info()))
+        serve(core, connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        log.error("the frontend process has gone; stopping")
+        return 1
+    except BaseException as error:  # noqa: BLE001 - the process ends here, and its parent is told why
+        with contextlib.suppress(OSError):  # with the frontend gone as well there is nobody left to tell
+            connection.send(Fatal(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        return 1
+    return 0
+
+
+def warm_up(core: Core) -> None:
+    """Generate real tokens through the scheduler, and leave no trace in the counters."""
+    tokens = max(2, core.config.spec.num_steps + 1)
+    prompt = tuple(i % core.model.config.vocab for i in range(1, 33))
+    room = min(core.context_length, core.pages.total * core.pages.page_size)
+    prompt, tokens = prompt[: max(1, room - tokens)], min(tokens, max(1, room - 1))
+    refused = core.scheduler.submit(Submit(_WARM_RID, prompt, SamplingParams(max_tokens=tokens, ignore_eos=True)))
+    if refused is not None:
+        raise RuntimeError(f"warm-up request refused: {refused.error}")
+    made = 0
+    while core.scheduler.busy:
+        for update in core.scheduler.step():
+            if update.error:
+                raise RuntimeError(f"warm-up failed: {update.error}")
+            made += len(update.token_ids)
+    if made != tokens:
+        raise RuntimeError(f"warm-up generated {made} tokens instead of {tokens}")
+    core.scheduler.check()
+    core.scheduler.finished = 0
+    core.round.stats = type(core.round.stats)()
+    core.gate.transitions = 0
+
+
+def serve(core: Core, connection: Connection) -> None:
+    """Alternate between messages and rounds until `Shutdown`."""
+    scheduler = core.scheduler
+    while True:
+        # Block only when idle; otherwise take what has arrived and go on.
+        while not scheduler.busy or connection.poll(0):
+            message = connection.recv()
+            if isinstance(message, Submit):
+                refused = scheduler.submit(message)
+                if refused is not None:
+                    connection.send(Tokens((refused,)))
+            elif isinstance(message, Abort):
+                scheduler.abort(message.rid)
+            elif isinstance(message, Ask):
+                connection.send(_answer(core, message))
+            elif isinstance(message, Shutdown):
+                _drain(core, connection, message.drain_s)
+                return
+            else:
+                raise TypeError(f"unknown message {message!r}")
+        updates = scheduler.step()
+        if updates:
+            connection.send(Tokens(updates))
+        if not scheduler.busy:
+            scheduler.check()
+
+
+def _answer(core: Core, ask: Ask) -> Answer:
+    if ask.what == "info":
+        return Answer(ask.ticket, core.info())
+    if ask.what == "counters":
+        return Answer(ask.ticket, core.counters())
+    if ask.what == "flush_cache":
+        return Answer(ask.ticket, {"flushed_tokens": 0})  # nothing outlives its request yet
+    return Answer(ask.ticket, None, f"unknown question '{ask.what}'")
+
+
+def _drain(core: Core, connection: Connection, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while core.scheduler.busy and time.monotonic() < deadline:
+        updates = core.scheduler.step()
+        if updates:
+            connection.send(Tokens(updates))
