@@ -36,7 +36,9 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
-            raise TokenizerError(f"the model's chat template is not valid Jinja: {error} (line {error.lineno})") from error
+            raise TokenizerError(
+                f"the model's chat template is not valid Jinja: {error} (line {error.lineno})"
+            ) from error
         self._tokens = dict(tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:

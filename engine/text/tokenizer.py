@@ -129,11 +129,11 @@ def _from_folder(folder: Path) -> Tokenizer:
         value = settings.get(name)
         if text := value.get("content") if isinstance(value, dict) else value:
             names[name] = text
-    stops = {backend.token_to_id(names["eos_token"])} if "eos_token" in names else set()
+    stops: set[int | None] = {backend.token_to_id(names["eos_token"])} if "eos_token" in names else set()
     for settings_file in ("generation_config.json", "config.json"):
         found = _read_json(folder / settings_file).get("eos_token_id")
         stops.update(found if isinstance(found, list) else [found])
-    return Tokenizer(backend, sorted(stops - {None}), _folder_template(folder, settings), names)
+    return Tokenizer(backend, [stop for stop in stops if stop is not None], _folder_template(folder, settings), names)
 
 
 def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:

@@ -1,0 +1,235 @@
+"""From token updates to HTTP responses: whole, or one server-sent event per update.
+
+Thirty-two streams share two cores with the model, so an event costs one `json.dumps` of its text and one
+concatenation; everything that does not change within a stream is rendered once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from engine.errors import EngineDown
+from engine.ipc.messages import SamplingParams
+from engine.server.client import ClientGone, Generation
+from engine.server.errors import RequestError, error_body
+from engine.server.schema import GenerationRequest
+from engine.server.service import Service
+from engine.text.stream import TextStream
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """How one endpoint spells its objects. `opens` and `closes` enclose the text of a streamed delta."""
+
+    whole: str
+    chunk: str
+    opens: str
+    closes: str
+    first_delta: str | None
+
+    def choice(self, index: int, text: str, finish: str) -> dict[str, Any]:
+        """One choice of a response that is not streamed."""
+        if self is CHAT:
+            message = {"role": "assistant", "content": text, "refusal": None}
+            return {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+
+
+COMPLETION = Endpoint("text_completion", "text_completion", '"text":', "", None)
+CHAT = Endpoint(
+    "chat.completion", "chat.completion.chunk", '"delta":{"content":', "}", '"delta":{"role":"assistant","content":""}'
+)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New text of one choice, and its finish reason when it is the last."""
+
+    index: int
+    text: str
+    finish: str | None
+
+
+@dataclass
+class Job:
+    """One request on its way through the model: its choices' texts and what they have used so far."""
+
+    service: Service
+    endpoint: Endpoint
+    id: str
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    request: GenerationRequest
+    arrived: float
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        stop = self.request.stop_strings
+        self.texts = [TextStream(self.service.tokenizer, stop) for _ in self.prompts]
+        self.prompt_tokens = sum(map(len, self.prompts))
+
+    def submit(self) -> Generation:
+        """Starts the generation; to be used as a context manager."""
+        generation = self.service.client.generate(self.prompts, self.sampling)
+        self.service.metrics.prompt_tokens.inc(self.prompt_tokens)
+        return generation
+
+    async def deltas(self, generation: Generation) -> AsyncIterator[list[Delta]]:
+        """Batches of deltas, one delta per token update, until every choice has ended.
+
+        Raises:
+            RequestError: the model process gave up on the request.
+            EngineDown, ClientGone: as `Generation.updates`.
+        """
+        metrics = self.service.metrics
+        open_choices = set(range(len(self.prompts)))
+        first = True
+        while open_choices:
+            batch = []
+            for index, update in await generation.updates():
+                if index not in open_choices:
+                    continue
+                text = self.texts[index]
+                new = text.feed(update.token_ids)
+                finish: str | None = None
+                if text.stopped:
+                    finish = "stop"
+                    generation.stop(index)
+                elif update.finish in ("stop", "length"):
+                    new += text.finish()
+                    finish = "stop" if text.stopped else update.finish
+                elif update.finish is not None:
+                    raise _gave_up(update.finish, update.error)
+                if finish is not None:
+                    open_choices.discard(index)
+                batch.append(Delta(index, new, finish))
+            if first:
+                metrics.ttft.observe(time.perf_counter() - self.arrived)
+                first = False
+            yield batch
+        metrics.e2e.observe(time.perf_counter() - self.arrived)
+
+    def usage(self) -> dict[str, int]:
+        """Tokens so far, over all choices."""
+        output = sum(text.tokens for text in self.texts)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": output,
+            "total_tokens": self.prompt_tokens + output,
+        }
+
+
+def _gave_up(finish: str, error: str) -> RequestError:
+    if finish == "abort":
+        return RequestError(503, error or "the request was aborted: the server is shutting down", code="aborted")
+    return RequestError(500, error or "the model process could not finish this request", code="generation_failed")
+
+
+async def whole_response(job: Job, receive: Receive) -> Response:
+    """The response of a request that is not streamed."""
+    texts = [""] * len(job.prompts)
+    finishes = [""] * len(job.prompts)
+    with job.submit() as generation, _Watch(receive, generation):
+        async for batch in job.deltas(generation):
+            for delta in batch:
+                texts[delta.index] += delta.text
+                finishes[delta.index] = delta.finish or ""
+    choices = [job.endpoint.choice(i, text, end) for i, (text, end) in enumerate(zip(texts, finishes, strict=True))]
+    head = {"id": job.id, "object": job.endpoint.whole, "created": job.created, "model": job.service.name}
+    return JSONResponse({**head, "choices": choices, "usage": job.usage()})
+
+
+class StreamedResponse(Response):
+    """Server-sent events, from the first token on; a request that fails before that gets a proper status instead."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the response."""
+        frames = _Frames(self._job)
+        started = False
+        try:
+            with self._job.submit() as generation, _Watch(receive, generation):
+                async for batch in self._job.deltas(generation):
+                    body = "".join(map(frames.event, batch))
+                    if not started:
+                        started = True
+                        await send(_START)
+                        body = frames.opening() + body
+                    await send({"type": "http.response.body", "body": body.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": frames.closing().encode(), "more_body": False})
+        except (RequestError, EngineDown) as error:
+            if not started:
+                raise
+            status, code = (error.status, error.code) if isinstance(error, RequestError) else (503, "engine_down")
+            event = f"data: {json.dumps(error_body(status, str(error), code=code))}\n\n"
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": False})
+
+
+_START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
+}
+
+
+class _Frames:
+    """The events of one stream, with all that stays the same rendered beforehand."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._endpoint = job.endpoint
+        head = {"id": job.id, "object": job.endpoint.chunk, "created": job.created, "model": job.service.name}
+        self._head = f"data: {json.dumps(head)[:-1]}, "
+        self._before = [f'{self._head}"choices":[{{"index":{i},{job.endpoint.opens}' for i in range(len(job.prompts))]
+        self._after = f'{job.endpoint.closes},"logprobs":null,"finish_reason":'
+        options = job.request.stream_options
+        self._last = options is not None and options.include_usage
+        self._always = options is not None and options.continuous_usage_stats
+
+    def opening(self) -> str:
+        """What comes before the first delta: the role, in a chat."""
+        if self._endpoint.first_delta is None:
+            return ""
+        choice = f'{{"index":0,{self._endpoint.first_delta},"logprobs":null,"finish_reason":null}}'
+        return f'{self._head}"choices":[{choice}]}}\n\n'
+
+    def event(self, delta: Delta) -> str:
+        """One delta."""
+        finish = f'"{delta.finish}"' if delta.finish else "null"
+        usage = f',"usage":{json.dumps(self._job.usage())}' if self._always else ""
+        return f"{self._before[delta.index]}{json.dumps(delta.text)}{self._after}{finish}}}]{usage}}}\n\n"
+
+    def closing(self) -> str:
+        """The usage, where it was asked for, and the end mark."""
+        usage = f'{self._head}"choices":[],"usage":{json.dumps(self._job.usage())}}}\n\n' if self._last else ""
+        return f"{usage}data: [DONE]\n\n"
+
+
+class _Watch:
+    """While in it, a client that leaves cancels its generation."""
+
+    def __init__(self, receive: Receive, generation: Generation) -> None:
+        self._receive = receive
+        self._generation = generation
+
+    def __enter__(self) -> None:
+        self._task = asyncio.create_task(self._wait())
+
+    def __exit__(self, *error: object) -> None:
+        self._task.cancel()
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._generation.cancel(ClientGone())

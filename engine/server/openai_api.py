@@ -1,0 +1,135 @@
+"""`/v1/completions`, `/v1/chat/completions` and `/v1/models`, the way the official client expects them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from engine.errors import TemplateError
+from engine.ipc.messages import SamplingParams
+from engine.server.body import read_body
+from engine.server.errors import RequestError
+from engine.server.generation import CHAT, COMPLETION, Job, StreamedResponse, whole_response
+from engine.server.schema import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, parse
+from engine.server.service import Service
+
+DEFAULT_COMPLETION_TOKENS = 16
+_INLINE_CHARACTERS = 4096
+
+
+async def completions(request: Request) -> Response:
+    """`POST /v1/completions`."""
+    service: Service = request.app.state.service
+    arrived = time.perf_counter()
+    body = parse(CompletionRequest, await read_body(request))
+    _check_model(service, body.model)
+    if len(body.prompts) > MAX_PROMPTS:
+        raise RequestError(400, f"prompt: holds {len(body.prompts)} prompts; at most {MAX_PROMPTS}", "prompt")
+    prompts = [
+        await _encode(service, prompt, True) if isinstance(prompt, str) else _checked_ids(service, prompt)
+        for prompt in body.prompts
+    ]
+    if not prompts or not all(prompts):
+        raise RequestError(400, "prompt: must not be empty", "prompt", "invalid_value")
+    wanted = body.max_tokens if body.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
+    for prompt in prompts:
+        _check_length(service, len(prompt), wanted, "prompt", "max_tokens")
+    job = Job(service, COMPLETION, f"cmpl-{uuid.uuid4().hex}", prompts, _sampling(service, body, wanted), body, arrived)
+    return await _respond(job, request, body)
+
+
+async def chat_completions(request: Request) -> Response:
+    """`POST /v1/chat/completions`."""
+    service: Service = request.app.state.service
+    arrived = time.perf_counter()
+    body = parse(ChatRequest, await read_body(request))
+    _check_model(service, body.model)
+    try:
+        text = service.tokenizer.render_chat([message.for_template() for message in body.messages])
+    except TemplateError as error:
+        raise RequestError(400, f"messages: {error}", "messages", "invalid_value") from error
+    prompt = await _encode(service, text, False)
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        message = "max_tokens: differs from max_completion_tokens; give one of them"
+        raise RequestError(400, message, "max_tokens", "invalid_value")
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    wanted = asked if asked is not None else max(service.context_length - len(prompt), 1)
+    field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
+    _check_length(service, len(prompt), wanted, "messages", field)
+    job = Job(service, CHAT, f"chatcmpl-{uuid.uuid4().hex}", [prompt], _sampling(service, body, wanted), body, arrived)
+    return await _respond(job, request, body)
+
+
+async def list_models(request: Request) -> Response:
+    """`GET /v1/models`."""
+    return JSONResponse({"object": "list", "data": [_model_card(request.app.state.service)]})
+
+
+async def show_model(request: Request) -> Response:
+    """`GET /v1/models/NAME`."""
+    _check_model(request.app.state.service, request.path_params["name"])
+    return JSONResponse(_model_card(request.app.state.service))
+
+
+def _model_card(service: Service) -> dict[str, object]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "spec-tuner",
+        "max_model_len": service.context_length,
+    }
+
+
+async def _respond(job: Job, request: Request, body: GenerationRequest) -> Response:
+    if body.stream:
+        return StreamedResponse(job)
+    if body.stream_options is not None:
+        raise RequestError(400, "stream_options: is only allowed with stream: true", "stream_options", "invalid_value")
+    return await whole_response(job, request.receive)
+
+
+def _check_model(service: Service, name: str | None) -> None:
+    if name is not None and name != service.name:
+        message = f"The model '{name}' does not exist; this server serves '{service.name}'"
+        raise RequestError(404, message, "model", "model_not_found")
+
+
+async def _encode(service: Service, text: str, add_special: bool) -> list[int]:
+    """Long texts are encoded beside the event loop, so that other streams go on meanwhile."""
+    if len(text) <= _INLINE_CHARACTERS:
+        return service.tokenizer.encode(text, add_special)
+    return await asyncio.to_thread(service.tokenizer.encode, text, add_special)
+
+
+def _checked_ids(service: Service, ids: list[int]) -> list[int]:
+    if ids and not 0 <= min(ids) <= max(ids) < service.vocab_size:
+        bad = next(one for one in ids if not 0 <= one < service.vocab_size)
+        message = f"prompt: token id {bad} is outside 0 to {service.vocab_size - 1}"
+        raise RequestError(400, message, "prompt", "invalid_value")
+    return ids
+
+
+def _check_length(service: Service, prompt: int, output: int, prompt_field: str, output_field: str) -> None:
+    limit = service.context_length
+    if prompt + output <= limit:
+        return
+    field = prompt_field if prompt >= limit else output_field
+    message = f"{field}: {prompt} prompt tokens and {output} output tokens exceed the context of {limit} tokens"
+    raise RequestError(400, message, field, "context_length_exceeded")
+
+
+def _sampling(service: Service, body: GenerationRequest, max_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(body.top_k or 0, 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        seed=body.seed,
+        ignore_eos=bool(body.ignore_eos),
+        stop_token_ids=service.tokenizer.stop_token_ids,
+    )

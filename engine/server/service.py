@@ -1,0 +1,34 @@
+"""What request handlers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.server.client import EngineClient
+from engine.server.metrics import Metrics
+from engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Service:
+    """One served model.
+
+    Args:
+        name: what clients call the model.
+        context_length: longest prompt + output of one request, in tokens.
+        vocab_size: prompts given as ids must be below it.
+        created: when serving began, in seconds since 1970.
+        on_bug: told of an exception in a handler that no request can be blamed for; it ends the server.
+    """
+
+    config: EngineConfig
+    name: str
+    client: EngineClient
+    tokenizer: Tokenizer
+    context_length: int
+    vocab_size: int
+    metrics: Metrics
+    created: int
+    on_bug: Callable[[BaseException], None]

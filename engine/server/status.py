@@ -1,0 +1,106 @@
+"""How the server is: `/health`, `/health_generate`, `/server_info`, `/metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from engine import __version__
+from engine.errors import EngineError
+from engine.ipc.messages import SamplingParams
+from engine.server.errors import RequestError
+from engine.server.service import Service
+
+log = logging.getLogger(__name__)
+
+HEALTH_GENERATE_S = 20.0
+"""A real token must come within this time."""
+ASK_S = 10.0
+"""The model process answers questions between rounds, so this is many rounds."""
+
+
+async def health(request: Request) -> Response:
+    """200 while both processes live; says nothing about whether tokens come."""
+    service: Service = request.app.state.service
+    if service.client.down is not None:
+        raise service.client.down
+    return JSONResponse({"status": "ok"})
+
+
+async def health_generate(request: Request) -> Response:
+    """200 after one real token has come."""
+    service: Service = request.app.state.service
+    prompt = service.tokenizer.encode("Hello")
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    try:
+        with service.client.generate([prompt], sampling) as generation:
+            async with asyncio.timeout(HEALTH_GENERATE_S):
+                while True:
+                    for _, update in await generation.updates():
+                        if update.finish in ("abort", "error"):
+                            raise RequestError(503, f"no token: {update.error or update.finish}", code="no_token")
+                        if update.token_ids:
+                            return JSONResponse({"status": "ok", "tokens": len(update.token_ids)})
+    except TimeoutError as error:
+        message = f"no token within {HEALTH_GENERATE_S:g} s; the model process lives, but is stuck or overloaded"
+        raise RequestError(503, message, code="no_token") from error
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus text. When the model process does not answer, its counters are missing and `answered` is 0."""
+    service: Service = request.app.state.service
+    try:
+        counters = await service.client.ask("counters", ASK_S)
+    except (EngineError, TimeoutError) as error:
+        log.warning("/metrics without the model process's counters: %s", error or "no answer")
+        counters = None
+    service.metrics.running.set(service.client.running)
+    return Response(service.metrics.render(counters), media_type=CONTENT_TYPE_LATEST)
+
+
+async def server_info(request: Request) -> Response:
+    """Every setting as requested and as in effect, every optional path, memory and counters."""
+    service: Service = request.app.state.service
+    try:
+        half = {**await service.client.ask("info", ASK_S), "counters": await service.client.ask("counters", ASK_S)}
+    except TimeoutError as error:
+        message = f"the model process did not answer within {ASK_S:g} s"
+        raise RequestError(503, message, code="no_answer") from error
+    return JSONResponse(merge_info(service.config.public(), service.name, half))
+
+
+def merge_info(requested: Mapping[str, Any], name: str, half: Mapping[str, Any]) -> dict[str, Any]:
+    """`/server_info` from the settings asked for and the model process's half.
+
+    `half` holds `effective` (settings by name, read from the objects that run), `differences` (with reasons), `model`,
+    `paths`, `memory` and `counters`; what else it holds is passed on. Differences that it does not list are added, so
+    that none goes unseen.
+    """
+    here = {"served_model_name": name, **{key: requested[key] for key in ("host", "port", "api_key", "log_level")}}
+    effective = {**here, **half.get("effective", {})}
+    differences = list(half.get("differences", []))
+    explained = {entry["setting"] for entry in differences}
+    for setting, value in requested.items():
+        if setting in effective and effective[setting] != value and setting not in explained:
+            chosen = value in (None, "auto")
+            differences.append(
+                {
+                    "setting": setting,
+                    "requested": value,
+                    "effective": effective[setting],
+                    "reason": "left to the engine" if chosen else "not explained by the model process",
+                }
+            )
+    result = {"model": {"name": name}, **half, "version": __version__}
+    result["requested"] = dict(requested)
+    result["effective"] = effective
+    result["differences"] = differences
+    for part in ("paths", "memory", "counters"):
+        result.setdefault(part, {})
+    return result
