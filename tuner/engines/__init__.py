@@ -1,0 +1,1 @@
+"""How each engine is started and spoken to, one file each."""

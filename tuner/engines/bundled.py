@@ -1,0 +1,173 @@
+"""The bundled engine, started as `python -m engine serve`. It is never imported here: it is one more server."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tuner.engines.base import Mismatch, SettingSpec, compare, duplicates, env_problems, unknown_names
+from tuner.errors import EnvironmentBroken, UsageError
+from tuner.records import LaunchRecord, Setting
+
+_MODELS = ("smollm2-135m",)
+
+_SPECULATION = {
+    "speculation": SettingSpec("str", "the drafter", choices=("none", "ngram")),
+    "num_steps": SettingSpec("int", "draft depth per round", low=1, high=8),
+    "topk": SettingSpec("int", "branches per node; 1 is a chain", low=1, high=1),
+    "num_draft_tokens": SettingSpec("int", "rows verified per request and round, root included", low=2, high=9),
+    "spec_version": SettingSpec("str", "v1: synchronous scheduling", choices=("v1",)),
+    "disable_batch_threshold": SettingSpec(
+        "int", "speculate at up to this many running requests", low=1, words=("never",)
+    ),
+    "ngram_min": SettingSpec("int", "shortest suffix looked up by the ngram drafter", low=1),
+    "ngram_max": SettingSpec("int", "longest suffix looked up by the ngram drafter", low=1),
+}
+_ENGINE = {
+    "dtype": SettingSpec("str", "of weights and activations", choices=("auto", "bfloat16", "float32")),
+    "context_length": SettingSpec("int", "longest prompt + output, in tokens", low=1),
+    "kv_tokens": SettingSpec("int", "size of the KV pool, in tokens", low=1),
+    "page_size": SettingSpec("int", "tokens per KV page", low=1),
+    "max_running_requests": SettingSpec("int", "requests decoded together; more wait", low=1),
+    "prefill_tokens": SettingSpec("int", "prompt tokens run per step, at most", low=1),
+    "threads": SettingSpec("int", "threads of the model process", low=1),
+    "seed": SettingSpec("int", "from which requests without a seed get theirs", low=0),
+    "tp": SettingSpec("int", "tensor parallel size", low=1, high=1),
+}
+
+
+class BundledEngine:
+    """`engine/` of this distribution, on the interpreter that runs the tuner."""
+
+    kind = "bundled"
+    settings: Mapping[str, SettingSpec] = {**_SPECULATION, **_ENGINE}
+    hot: frozenset[str] = frozenset()
+
+    def problems(self, args: Mapping[str, Any], settings: Mapping[str, Setting]) -> list[str]:
+        """See `Engine.problems`."""
+        values = {**args, **settings}
+        found = duplicates(args, settings) + unknown_names(values, self.settings)
+        for name, value in values.items():
+            if name in self.settings and (problem := self.settings[name].problem(value)):
+                found.append(f"{name}: {problem}")
+        return found or _combination(values)
+
+    def record(
+        self,
+        *,
+        model: str,
+        args: Mapping[str, Any],
+        env: Mapping[str, str | None],
+        settings: Mapping[str, Setting],
+        host: str,
+        port: int,
+    ) -> LaunchRecord:
+        """See `Engine.record`."""
+        found = self.problems(args, settings) + env_problems(env)
+        if problem := self.check_model(model):
+            found.append(f"model: {problem}")
+        if found:
+            raise UsageError("; ".join(found))
+        values = _complete({**args, **settings})
+        path, served = _located(model)
+        argv = [sys.executable, "-m", "engine", "serve", "--model", path, "--served-model-name", served]
+        argv += ["--host", host, "--port", str(port)]
+        for name in self.settings:
+            if name in values and name != "tp":
+                argv += ["--" + name.replace("_", "-"), str(values[name])]
+        return LaunchRecord(
+            engine=self.kind,
+            engine_version=self.version(),
+            model=model,
+            argv=tuple(argv),
+            env=dict(env),
+            host=host,
+            port=port,
+            settings=dict(settings),
+            expected={name: value for name, value in values.items() if value != "auto" and name != "tp"},
+            served_model=served,
+        )
+
+    def mismatches(self, record: LaunchRecord, server_info: Mapping[str, Any]) -> list[Mismatch]:
+        """See `Engine.mismatches`. This engine reports every setting: silence about one is a mismatch."""
+        return compare(record.expected, server_info, all_told=True)
+
+    def version(self) -> str:
+        """The distribution's version and a hash of the engine's source, which an editable install may change.
+
+        Raises:
+            EnvironmentBroken: the engine is not installed.
+        """
+        return _version()
+
+    def check_model(self, model: str) -> str | None:
+        """See `Engine.check_model`."""
+        valid = f"valid: {', '.join(_MODELS)}, a .gguf file, or a Hugging Face folder (with config.json)"
+        path = Path(model).expanduser()
+        if model in _MODELS or path.is_file():
+            return None
+        if path.is_dir():
+            return None if (path / "config.json").is_file() else f"the folder '{model}' has no config.json; {valid}"
+        close = difflib.get_close_matches(model.lower(), _MODELS, n=1, cutoff=0.5)
+        return f"'{model}' does not exist{f'; did you mean {close[0]!r}?' if close else ''}; {valid}"
+
+
+def _combination(values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with values that are each valid."""
+    found = []
+    if values.get("speculation", "none") == "none":
+        idle = [name for name in _SPECULATION if name in values and name != "speculation"]
+        return [f"{name}: has no meaning while speculation is 'none'; leave it out" for name in idle]
+    if "num_steps" not in values:
+        found.append("num_steps: is needed with speculation; valid: a whole number from 1 to 8")
+    elif values.get("num_draft_tokens", values["num_steps"] + 1) != values["num_steps"] + 1:
+        found.append(
+            f"num_draft_tokens: a chain (topk 1) of {values['num_steps']} steps has {values['num_steps'] + 1}, "
+            f"not {values['num_draft_tokens']}"
+        )
+    if {"ngram_min", "ngram_max"} <= values.keys() and values["ngram_min"] > values["ngram_max"]:
+        found.append(f"ngram_min: {values['ngram_min']} is above ngram_max ({values['ngram_max']})")
+    return found
+
+
+def _complete(values: dict[str, Any]) -> dict[str, Any]:
+    """With what the engine would derive, told explicitly: a default may change, a launch record must not."""
+    values.setdefault("speculation", "none")
+    if values["speculation"] != "none":
+        values.setdefault("topk", 1)
+        values.setdefault("spec_version", "v1")
+        values.setdefault("num_draft_tokens", values["num_steps"] + 1)
+        values.setdefault("disable_batch_threshold", "never")
+    return values
+
+
+def _located(model: str) -> tuple[str, str]:
+    """A model as the command line gets it (paths absolute: an export runs elsewhere), and as clients call it."""
+    if model in _MODELS:
+        return model, model
+    path = Path(model).expanduser().resolve()
+    return str(path), path.stem if path.is_file() else path.name
+
+
+@lru_cache
+def _version() -> str:
+    spec = importlib.util.find_spec("engine")
+    if spec is None or spec.origin is None:
+        raise EnvironmentBroken("the bundled engine is not installed; install the distribution that holds `engine`")
+    root = Path(spec.origin).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".cpp"):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    try:
+        number = importlib.metadata.version("spec-tuner")
+    except importlib.metadata.PackageNotFoundError:
+        number = "0"
+    return f"{number}+{digest.hexdigest()[:8]}"
