@@ -18,7 +18,7 @@ from tuner.space.document import Document, Path, dotted
 from tuner.space.expression import Expression, ExpressionError, parse
 from tuner.space.problems import Problem, unknown
 from tuner.space.schema import ObjectiveSection, SpaceFile
-from tuner.space.space import Parameter, Space, in_order, visible
+from tuner.space.space import Cycle, Parameter, Space, in_order, visible
 
 OBJECTIVES = ("speedup", "throughput")
 PLANNED_OBJECTIVES = ("latency", "goodput", "pareto")
@@ -211,8 +211,8 @@ class Checker:
             return None
         try:
             parameters = in_order([Parameter.of(name, section) for name, section in file.parameters.items()])
-        except ExpressionError as error:
-            self.report(("parameters",), str(error))
+        except Cycle as error:
+            self.report(("parameters", error.names[0], "when"), str(error))
             return None
         for parameter in parameters:
             if parameter.when is not None:

@@ -235,6 +235,17 @@ class Space:
         return cls(SpaceFile.model_validate(data))
 
 
+class Cycle(ExpressionError):
+    """Conditions that wait for one another; `names` are the parameters, in a circle."""
+
+    def __init__(self, names: list[str]) -> None:
+        if len(names) == 1:
+            super().__init__("the condition mentions the parameter itself")
+        else:
+            super().__init__(f"the conditions of {' and '.join(names)} wait for one another")
+        self.names = names
+
+
 def visible(args: Mapping[str, Any]) -> dict[str, Setting]:
     """The arguments that expressions see: single values."""
     return {name: value for name, value in args.items() if isinstance(value, (bool, int, float, str))}
@@ -244,7 +255,7 @@ def in_order(parameters: list[Parameter]) -> tuple[Parameter, ...]:
     """Parameters so that each comes after those which its condition mentions, otherwise as written.
 
     Raises:
-        ExpressionError: conditions that wait for one another; names them.
+        Cycle: conditions wait for one another.
     """
     waiting = {parameter.name: parameter for parameter in parameters}
     ordered: list[Parameter] = []
@@ -253,7 +264,7 @@ def in_order(parameters: list[Parameter]) -> tuple[Parameter, ...]:
             (p for p in waiting.values() if p.when is None or not any(name in waiting for name in p.when.names)), None
         )
         if ready is None:
-            raise ExpressionError(f"the conditions of {' and '.join(_cycle(waiting))} wait for one another")
+            raise Cycle(_cycle(waiting))
         ordered.append(waiting.pop(ready.name))
     return tuple(ordered)
 

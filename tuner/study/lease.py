@@ -51,6 +51,16 @@ def alive(holder: Holder, expires_at: float, now: float) -> bool:
     return holder.boot == us.boot and _started(holder.pid) == holder.pid_started
 
 
+def holder(engine: Engine, study: str, clock: Callable[[], float] = time.time) -> Holder | None:
+    """Who works on the study now; None when nobody alive does."""
+    with engine.connect() as connection:
+        row = connection.execute(sa.select(leases).where(leases.c.study == study)).first()
+    if row is None:
+        return None
+    found = Holder(row.host, row.boot, row.pid, row.pid_started)
+    return found if alive(found, row.expires_at, clock()) else None
+
+
 class Lease:
     """A held lease. `check` before every commit of consequence: it may have been taken over while we were stopped."""
 

@@ -1,0 +1,194 @@
+"""Bad space files: every problem at once, each with its line and, where there is one, the nearest valid name."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuner.errors import UsageError
+from tuner.space import Outside, SpaceProblems, parse_space
+
+GOOD = """\
+name: toy
+engine: {kind: fake, model: m, args: {tp: 1}}
+workload: {concurrency: [1, 8]}
+baseline: {speculation: none}
+parameters:
+  speculation: {choices: [none, ngram]}
+  num_steps: {low: 1, high: 4, when: speculation != 'none'}
+"""
+
+
+class KnownSetting:
+    def __init__(self, *valid):
+        self.valid = valid
+
+    def problem(self, value):
+        return None if value in self.valid else f"{value!r} is not valid; valid: {', '.join(map(str, self.valid))}"
+
+
+class FakeEngine:
+    settings = {  # noqa: RUF012
+        "speculation": KnownSetting("none", "ngram"),
+        "num_steps": KnownSetting(*range(1, 9)),
+        "topk": KnownSetting(1, 2, 4),
+    }
+
+    def problems(self, args, settings):
+        return ["speculation: ngram cannot be the baseline here"] if settings.get("speculation") == "ngram" else []
+
+    def check_model(self, model):
+        return None if model == "m" else f"model '{model}' does not exist"
+
+
+def engine_for(kind):
+    if kind != "fake":
+        raise UsageError(f"engine '{kind}' is unknown; valid: fake")
+    return FakeEngine()
+
+
+def check_prompts(name):
+    if name != "mixed":
+        raise UsageError(f"no prompt set '{name}'")
+
+
+OUTSIDE = Outside(engine_for, check_prompts)
+
+
+def problems(text, *overrides):
+    with pytest.raises(SpaceProblems) as caught:
+        parse_space(text, source="toy.yaml", overrides=overrides, outside=OUTSIDE)
+    assert caught.value.exit_code == 2
+    return caught.value.problems
+
+
+def changed(old, new):
+    assert old in GOOD
+    return GOOD.replace(old, new)
+
+
+def test_the_good_file_is_good():
+    assert parse_space(GOOD, outside=OUTSIDE).name == "toy"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "where", "says"),
+    [
+        ("baseline:", "baselin:", 4, "baselin", "did you mean 'baseline'?"),
+        ("workload: {concurrency", "workload: {concurency", 3, "workload.concurency", "did you mean 'concurrency'?"),
+        ("kind: fake", "kind: fke", 2, "engine.kind", "unknown"),
+        ("model: m", "model: gone", 2, "engine.model", "does not exist"),
+        ("[1, 8]", "[0, 8]", 3, "workload.concurrency[0]", "above 0"),
+        ("[1, 8]", "[1, 1]", 3, "workload", "given twice"),
+        ("[1, 8]", "[]", 3, "workload.concurrency", "empty"),
+        ("[1, 8]", "[1, eight]", 3, "workload.concurrency[1]", "whole number"),
+        ("[1, 8]", "[1, 8], weights: [1]", 3, "workload", "1 weights for 2 levels"),
+        ("[1, 8]", "[1, 8], weights: [0, 0]", 3, "workload", "all are 0"),
+        ("[1, 8]", "[1, 8], max_tokens: -3", 3, "workload.max_tokens", "above 0"),
+        ("[1, 8]", "[1, 8], max_tokens: yes", 3, "workload.max_tokens", "whole number"),
+        ("[1, 8]", "[1, 8], temperature: -1", 3, "workload.temperature", "greater than or equal to 0"),
+        ("[1, 8]", "[1, 8], prompts: gone", 3, "workload.prompts", "no prompt set"),
+        ("choices: [none, ngram]", "choices: []", 6, "parameters.speculation", "choices is empty"),
+        ("choices: [none, ngram]", "choices: [none, none]", 6, "parameters.speculation", "given twice"),
+        ("choices: [none, ngram]", "choices: [1, true]", 6, "parameters.speculation", "the same to a sampler"),
+        ("choices: [none, ngram]", "choices: [none, ngam]", 6, "parameters.speculation.choices[1]", "not valid"),
+        ("choices: [none, ngram]", "choices: [none, on]", 6, "parameters.speculation.choices[1]", "'on' is not valid"),
+        ("choices: [none, ngram]", "choices: [none, null]", 6, "parameters.speculation.choices[1]", "no value"),
+        ("choices: [none, ngram]", "choices: [none, [ngram]]", 6, "parameters.speculation.choices[1]", "must be one"),
+        ("choices: [none, ngram]", "choice: [none]", 6, "parameters.speculation.choice", "did you mean 'choices'?"),
+        ("choices: [none, ngram]", "distribution: normal", 6, "parameters.speculation.distribution", "unknown"),
+        ("low: 1, high: 4", "low: 4, high: 1", 7, "parameters.num_steps", "low 4 is above high 1"),
+        ("low: 1, high: 4", "low: 1", 7, "parameters.num_steps", "both low and high"),
+        ("low: 1, high: 4", "low: 1, high: 4, choices: [1]", 7, "parameters.num_steps", "not both"),
+        ("low: 1, high: 4", "low: 1, high: 4, step: 2", 7, "parameters.num_steps", "3 is"),
+        ("low: 1, high: 4", "low: 1, high: 4, step: 0", 7, "parameters.num_steps.step", "above 0"),
+        ("low: 1, high: 4", "low: 1, high: 1e3", 7, "parameters.num_steps.high", "not valid"),
+        ("low: 1, high: 4", "low: one, high: 4", 7, "parameters.num_steps.low", "must be a number"),
+        ("num_steps: {low", "num_step: {low", 7, "parameters.num_step", "did you mean 'num_steps'?"),
+        ("speculation != 'none'", "speculatoin != 'none'", 7, "parameters.num_steps.when", "'speculation'?"),
+        ("speculation != 'none'", "speculation != none", 7, "parameters.num_steps.when", "in quotes"),
+        ("speculation != 'none'", "speculation == 'eagle3'", 7, "parameters.num_steps.when", "can never hold"),
+        ("speculation != 'none'", "tp > 1", 7, "parameters.num_steps.when", "tp is fixed to 1"),
+        ("speculation != 'none'", "speculation > 3", 7, "parameters.num_steps.when", "have no order"),
+        ("speculation != 'none'", "num_steps > 1", 7, "parameters.num_steps.when", "mentions the parameter itself"),
+        ("speculation != 'none'", "speculation ! 'none'", 7, "parameters.num_steps.when", "'not'"),
+        ("baseline: {speculation: none}", "baseline: {speculaton: none}", 4, "baseline.speculaton", "did you mean"),
+        ("baseline: {speculation: none}", "baseline: {speculation: nope}", 4, "baseline.speculation", "not valid"),
+        ("baseline: {speculation: none}", "baseline: {speculation: ngram}", 4, "baseline", "cannot be the baseline"),
+        ("baseline: {speculation: none}", "baseline: {tp: 1}", 4, "baseline.tp", "also fixed"),
+        ("args: {tp: 1}", "args: {speculation: ngram}", 6, "parameters.speculation", "also fixed"),
+        ("name: toy", "name: a/../b", 1, "name", "not usable as a name"),
+        ("name: toy", "name: toy\nname: two", 2, "name", "given twice; first on line 1"),
+        ("name: toy", "name: toy\nbudget: {launches: 1}", 2, "budget.launches", "only the baseline"),
+        ("name: toy", "name: toy\nbudget: {launches: 0}", 2, "budget.launches", "above 0"),
+        ("name: toy", "name: toy\nbudget: {hours: 0}", 2, "budget.hours", "above 0"),
+        ("name: toy", "name: toy\nobjective: {maximize: latency}", 2, "objective.maximize", "valid: speedup,"),
+        ("name: toy", "name: toy\nobjective: {maximize: spedup}", 2, "objective.maximize", "did you mean 'speedup'?"),
+        ("name: toy", "name: toy\nprofile: shrt", 2, "profile", "did you mean 'short'?"),
+        ("name: toy", "name: toy\nrules: [{forbid: num_steps > 1}]", 2, "rules[0].because", "is missing"),
+        ("name: toy", "name: toy\nrules: [{forbid: steps > 1, because: x}]", 2, "rules[0].forbid", "'num_steps'"),
+        ("name: toy", "name: toy\nrules: [{forbid: speculation == 'ngram', because: x}]", 2, "rules", "no candidate"),
+        ("name: toy", "name: toy\n\tx: 1", 2, "", "tabs"),
+        ("name: toy", "name: [toy", 2, "", "not YAML"),
+    ],
+)  # fmt: skip
+def test_each_mistake_is_named_where_it_stands(old, new, line, where, says):
+    found = problems(changed(old, new))
+    assert any(p.line == line and p.where == where and says in p.message for p in found), found
+
+
+def test_all_problems_are_reported_at_once_in_the_order_of_lines():
+    text = GOOD.replace("[1, 8]", "[0]").replace("[none, ngram]", "[]").replace("high: 4", "high: 0")
+    assert [problem.line for problem in problems(text)] == [3, 6, 7]
+
+
+def test_problems_of_meaning_are_reported_together():
+    text = GOOD.replace("model: m", "model: gone").replace("ngram]", "ngam]").replace("!= 'none'", "== 'x'")
+    assert [problem.line for problem in problems(text)] == [2, 6, 7]
+
+
+def test_conditions_that_wait_for_one_another_are_named():
+    text = GOOD + "  topk: {choices: [1, 2], when: num_steps > 1}\n"
+    text = text.replace("speculation != 'none'", "topk > 1")
+    assert any("num_steps and topk" in p.message or "topk and num_steps" in p.message for p in problems(text))
+
+
+def test_a_condition_is_impossible_when_its_parents_are_never_active_together():
+    text = GOOD + "  topk: {choices: [1, 2], when: speculation == 'none' and num_steps > 0}\n"
+    assert any(p.where == "parameters.topk.when" and "can never hold" in p.message for p in problems(text))
+
+
+def test_the_words_on_and_off_are_words_and_not_booleans():
+    space = parse_space(
+        GOOD.replace("[none, ngram]", "[on, off, no, true, 1e3, 1:30, 010, '5']").replace("!= 'none'", "== 'on'")
+    )
+    assert space.parameters[0].choices == ("on", "off", "no", True, 1000.0, "1:30", 10, "5")
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n- 2", "just text", "&a [*a]", "[]", "a: &x [*x]"])
+def test_a_file_that_is_no_space_is_refused(text):
+    assert problems(text)
+
+
+def test_aliases_that_multiply_are_refused_quickly():
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
+    assert "more than" in problems("\n".join(lines))[0].message
+
+
+@given(st.text(max_size=200))
+def test_no_text_crashes_the_reader(text):
+    with contextlib.suppress(UsageError):
+        parse_space(text, outside=OUTSIDE)
+
+
+def test_a_problem_in_an_override_does_not_blame_a_line():
+    found = problems(GOOD, "workload.concurrency=[0]")
+    assert [(p.line, p.where) for p in found] == [(0, "workload.concurrency[0]")]
+
+
+@pytest.mark.parametrize("override", ["workload", "=3", "name.x=1", "workload.concurrency.x=3"])
+def test_a_malformed_override_is_refused(override):
+    with pytest.raises(UsageError):
+        parse_space(GOOD, overrides=[override])

@@ -1,0 +1,73 @@
+"""`tuner`: the commands by name. Each one lives in a module of its own, imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from tuner.cli.console import friendly
+
+COMMANDS = {
+    "run": "run",
+    "resume": "resume",
+    "list": "list_studies",
+    "status": "status",
+    "report": "report",
+    "recommend": "recommend",
+    "export": "export",
+    "bench": "bench",
+    "check": "check",
+}
+"""Command → module of `tuner.cli` that holds its function `command`."""
+
+
+class Commands(TyperGroup):
+    """The commands, made when they are needed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """In the order of a user's way through them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of this name; None when there is none."""
+        if cmd_name not in COMMANDS:
+            return None
+        if cmd_name not in self.commands:
+            module = importlib.import_module(f"tuner.cli.{COMMANDS[cmd_name]}")
+            single = typer.Typer(add_completion=False)
+            single.command(name=cmd_name)(friendly(module.command))
+            self.commands[cmd_name] = typer.main.get_command(single)
+        return self.commands[cmd_name]
+
+
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    help="Measures which speculative-decoding settings are fastest on your machine, for your traffic, and proves it.",
+)
+
+
+def version(show: bool) -> None:
+    """Prints the version and ends."""
+    if show:
+        from importlib.metadata import version as installed
+
+        typer.echo(installed("spec-tuner"))
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show: bool = typer.Option(False, "--version", callback=version, is_eager=True, help="Print the version and exit."),
+) -> None:
+    """Measures which speculative-decoding settings are fastest on your machine, for your traffic, and proves it."""
+
+
+def main() -> None:
+    """The console script `tuner`."""
+    app()

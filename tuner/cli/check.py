@@ -1,0 +1,33 @@
+"""`tuner check`: validates a space file and starts nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tuner.cli import options
+from tuner.cli.console import say
+
+
+def command(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Space file, or the name of one that ships.")],
+    overrides: options.Overrides = None,
+    profile: options.Profile = None,
+) -> None:
+    """Validate a space file: every problem at once, with its line and the nearest valid name."""
+    from tuner.study.controller import described
+    from tuner.study.planner import POLICIES, planned_pairs
+    from tuner.study.session import read_space
+
+    space = read_space(file, tuple(overrides or ()), profile)
+    listed = space.listed()
+    count = f"{len(listed)} candidates" if listed is not None else "more candidates than can be listed"
+    levels = ", ".join(map(str, space.workload.concurrency))
+    pairs = planned_pairs(space.budget.launches, POLICIES[space.profile])
+    say(f"{file}: valid. {count}, {len(space.parameters)} parameters, {len(space.rules)} rules.")
+    say(f"baseline: {described(space.baseline)}")
+    say(f"workload: {space.workload.prompts}, {space.workload.max_tokens} tokens, concurrency {levels}")
+    say(f"budget: {space.budget.launches} launches, {2 * pairs} of them to confirm the best ({space.profile} profile)")
+    if pairs < 4:
+        say("note: a claim needs 4 pairs of confirmation, so at least 10 launches")

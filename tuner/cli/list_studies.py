@@ -1,0 +1,57 @@
+"""`tuner list`: the studies that there are."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from tuner.cli import options
+from tuner.cli.console import complain, say
+
+
+def command(storage: options.Storage = None) -> None:
+    """List the studies in ./studies, or in the database of --storage."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from tuner.errors import UsageError
+    from tuner.study.database import open_database
+    from tuner.study.names import local_studies
+    from tuner.study.store import open_study, study_names
+    from tuner.study.summary import summary
+
+    if storage:
+        engine = open_database(storage, create=False)
+        names = study_names(engine)
+        engine.dispose()
+    else:
+        names = local_studies()
+    if not names:
+        say("no studies here; begin one with: tuner run quickstart.yaml")
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("study", "state", "launches", "candidates", "model", "best in the search"):
+        table.add_column(column, no_wrap=True)
+    for name in names:
+        try:
+            with closing(open_study(name, storage)) as store:
+                data = store.data()
+        except UsageError as error:
+            complain(f"{name}: {error}")
+            continue
+        found = summary(data)
+        best = found.incumbent
+        table.add_row(
+            name,
+            data.state,
+            f"{found.launches_used}/{data.budget.launches}",
+            str(len(data.measured)),
+            data.space.model,
+            _best(best.score.value) if best else "–",
+        )
+    Console(width=None if Console().is_terminal else 160).print(table)
+
+
+def _best(value: float) -> str:
+    from tuner.study.controller import change
+
+    return change(value)

@@ -1,0 +1,23 @@
+"""`tuner resume`: continues a study to its target."""
+
+from __future__ import annotations
+
+from tuner.cli import options
+from tuner.cli.run import carry_out
+
+
+def command(
+    study: options.Study,
+    launches: options.Launches = None,
+    candidates: options.Candidates = None,
+    more: options.More = None,
+    hours: options.Hours = None,
+    storage: options.Storage = None,
+    quiet: options.Quiet = False,
+    json_log: options.JsonLog = False,
+) -> None:
+    """Continue a study to its target, without being told it again; --more extends it."""
+    from tuner.study.session import Limits, reopen
+
+    limits = Limits(launches=launches, candidates=candidates, hours=hours, more=more)
+    carry_out(reopen(study, storage=storage, limits=limits), storage=storage, quiet=quiet, json_log=json_log)

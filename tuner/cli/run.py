@@ -1,0 +1,97 @@
+"""`tuner run`: creates a study, or continues it, and ends with the recommendation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuner.cli import options
+from tuner.cli.console import complain, say, say_json
+from tuner.errors import UsageError
+
+
+def command(
+    file: Annotated[
+        str | None, typer.Argument(metavar="[FILE]", help="Space file, or the name of one that ships.")
+    ] = None,
+    space: Annotated[str | None, typer.Option("--space", metavar="FILE", help="The same, as an option.")] = None,
+    study: Annotated[str | None, typer.Option("--study", metavar="NAME", help="Default: the name in the file.")] = None,
+    launches: options.Launches = None,
+    candidates: options.Candidates = None,
+    more: options.More = None,
+    hours: options.Hours = None,
+    overrides: options.Overrides = None,
+    profile: options.Profile = None,
+    storage: options.Storage = None,
+    quiet: options.Quiet = False,
+    json_log: options.JsonLog = False,
+) -> None:
+    """Tune: create the study of a space file, or continue it, and end with the recommendation."""
+    from tuner.space import find_space
+    from tuner.study.session import Limits, current_fingerprint, open_or_create, read_space
+
+    name = file or space
+    if name is None or (file and space and file != space):
+        raise UsageError("name one space file: tuner run FILE, for instance tuner run quickstart.yaml")
+    limits = Limits(launches=launches, candidates=candidates, hours=hours, more=more)
+    tuned = read_space(name, tuple(overrides or ()), profile)
+    store = open_or_create(
+        tuned,
+        name=study,
+        storage=storage,
+        limits=limits,
+        now=current_fingerprint(tuned),
+        text=Path(find_space(name)).read_text(encoding="utf-8"),
+    )
+    carry_out(store, storage=storage, quiet=quiet, json_log=json_log)
+
+
+def carry_out(store: object, *, storage: str | None, quiet: bool, json_log: bool) -> None:
+    """Runs a study to its end and prints the answer; says how to go on when it is interrupted."""
+    from tuner.cli.watch import watching
+    from tuner.judge.text import recommendation_dict, recommendation_lines
+    from tuner.study.decide import recommendation
+    from tuner.study.interrupt import Interrupted
+    from tuner.study.session import run_study
+    from tuner.study.store import StudyStore
+
+    assert isinstance(store, StudyStore)
+    where = f" --storage {storage}" if storage else ""
+    observer, context = watching(quiet=quiet, json_log=json_log)
+    try:
+        with context:
+            data = run_study(store, observer=observer)
+    except Interrupted as error:
+        complain(
+            f"\nInterrupted by {error}. The server is stopped and nothing measured is lost. "
+            f"Go on with: tuner resume {store.name}{where}"
+        )
+        raise
+    finally:
+        store.close()
+    found = recommendation(data)
+    if json_log:
+        say_json({"kind": "recommendation", **recommendation_dict(found)})
+        return
+    say()
+    for line in recommendation_lines(found):
+        say(line)
+    if not quiet:
+        say(f"\nThe search ended because: {data.reason}.")
+        say(f"Every candidate:  tuner report {data.name}{where}")
+        say(f"To deploy it:     tuner export {data.name} --format shell --output DIR{where}")
+        if found.overall.winner is None:
+            say(f"To search on:     tuner resume {data.name} --more 8{where}")
+    if not data.measured or all(not trial.feasible for trial in data.trials if trial.kind == "measured"):
+        _no_valid_trial(data.measured)
+
+
+def _no_valid_trial(measured: tuple[object, ...]) -> None:
+    complain(
+        f"None of the {len(measured)} candidates could be compared with the baseline."
+        if measured
+        else "No candidate was measured."
+    )
+    raise typer.Exit(1)
