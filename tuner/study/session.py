@@ -1,0 +1,236 @@
+"""Creating, continuing and running studies: what stands between a command and the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tuner.errors import UsageError
+from tuner.space import Outside, Space, differences, load_space
+from tuner.study.controller import Controller
+from tuner.study.data import Budget, StudyData
+from tuner.study.engine import StudyEngine
+from tuner.study.hardware import hardware
+from tuner.study.interrupt import Interrupts
+from tuner.study.lease import hold
+from tuner.study.names import check_name, study_folder
+from tuner.study.planner import POLICIES, launches_used
+from tuner.study.progress import Observer
+from tuner.study.score import BASELINE_EVERY
+from tuner.study.store import StudyStore, create_study, open_study, study_exists
+from tuner.study.world import Machine, World
+
+DEFAULT_SEED = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Changes of a budget: new totals, and `more` candidates on top. None leaves what is."""
+
+    launches: int | None = None
+    candidates: int | None = None
+    hours: float | None = None
+    more: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("launches", self.launches), ("candidates", self.candidates), ("more", self.more)):
+            if value is not None and value < 1:
+                raise UsageError(f"--{name} {value}: must be at least 1")
+        if self.hours is not None and not self.hours > 0:
+            raise UsageError(f"--hours {self.hours}: must be above 0")
+        if self.launches == 1:
+            raise UsageError("--launches 1 is only the baseline; at least 2 are needed, 10 to confirm a winner")
+
+
+def read_space(path_or_name: str, overrides: tuple[str, ...] = (), profile: str | None = None) -> Space:
+    """The space in a file, held against the engines and prompt sets that there are.
+
+    Raises:
+        UsageError: every problem at once.
+    """
+    from tuner.bench.prompts import load_prompts
+    from tuner.engines.base import get_engine
+
+    settings = (*overrides, f"profile={profile}") if profile else overrides
+    outside = Outside(
+        engine_for=get_engine, check_prompts=lambda name: [load_prompts(name, split=s) for s in ("tuning", "held_out")]
+    )
+    return load_space(path_or_name, settings, outside)
+
+
+def fingerprint(space: Space, engine_version: str, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the figures of a study depend on. A study is only continued while it stays the same."""
+    return {
+        "space": space.fingerprint,
+        "engine": space.kind,
+        "engine_version": engine_version,
+        "model": space.model,
+        "hardware": dict(machine),
+    }
+
+
+def changes(data: StudyData, space: Space, now: Mapping[str, Any]) -> list[str]:
+    """What is different from when the study began, in sentences."""
+    found = differences(data.space, space)
+    then = data.fingerprint
+    if then.get("engine_version") != now["engine_version"]:
+        found.append(f"engine version: was {then.get('engine_version')}, is now {now['engine_version']}")
+    old, new = then.get("hardware", {}), now["hardware"]
+    for key in new:
+        if old.get(key) != new[key]:
+            found.append(f"hardware, {key}: was {old.get(key)!r}, is now {new[key]!r}")
+    return found
+
+
+def refuse_changes(data: StudyData, space: Space, now: Mapping[str, Any]) -> None:
+    """Raises when figures from before and from now could not be compared.
+
+    Raises:
+        UsageError: what changed, and that a new name makes a new study.
+    """
+    found = changes(data, space, now)
+    if found:
+        listed = "\n".join(f"  - {sentence}" for sentence in found)
+        raise UsageError(
+            f"the study '{data.name}' was begun differently:\n{listed}\n"
+            f"Its figures could not be compared with new ones, so nothing was started and nothing is lost. Undo the "
+            f"change, or begin a new study: --study {data.name}-2"
+        )
+
+
+def new_budget(data: StudyData, limits: Limits, base: Budget) -> Budget:
+    """The totals after `limits`, on top of `base`.
+
+    `more` means so many more candidates than have been tried (when the study is done) or than were planned, with the
+    launches that they and a new confirmation take.
+    """
+    budget = Budget(
+        launches=limits.launches or base.launches,
+        candidates=limits.candidates or base.candidates,
+        hours=limits.hours or base.hours,
+    )
+    if limits.more is None:
+        return budget
+    if data.state != "done":
+        launches, candidates = budget.launches + limits.more, budget.candidates + limits.more
+        return replace(budget, launches=launches, candidates=candidates)
+    every = BASELINE_EVERY[data.space.profile]
+    refreshes = limits.more // every + 1 if every else 0
+    confirmation = 2 * POLICIES[data.space.profile].pairs
+    return Budget(
+        launches=launches_used(data) + limits.more + refreshes + confirmation,
+        candidates=len(data.measured) + limits.more,
+        hours=None if budget.hours is not None and data.elapsed_s > 3600 * budget.hours else budget.hours,
+    )
+
+
+def open_or_create(
+    space: Space,
+    *,
+    name: str | None,
+    storage: str | None,
+    limits: Limits,
+    now: Mapping[str, Any],
+    text: str = "",
+    seed: int = DEFAULT_SEED,
+) -> StudyStore:
+    """The study of this name (the space's, when None): continued when it exists and nothing has changed, else created.
+
+    Raises:
+        UsageError: it exists and something has changed.
+    """
+    name = check_name(name or space.name)
+    file_budget = Budget(**space.budget.model_dump())
+    if not study_exists(name, storage):
+        budget = Budget(
+            launches=limits.launches or file_budget.launches,
+            candidates=limits.candidates or file_budget.candidates,
+            hours=limits.hours or file_budget.hours,
+        )
+        if limits.more:
+            budget = replace(budget, launches=budget.launches + limits.more, candidates=budget.candidates + limits.more)
+        return create_study(
+            name, space=space, space_text=text, fingerprint=now, seed=seed, budget=budget, storage=storage
+        )
+    store = open_study(name, storage)
+    try:
+        data = store.data()
+        refuse_changes(data, space, now)
+        # The file's totals count when they were edited since; else those that the study has come to have.
+        edited = space.budget != data.space.budget
+        _apply(store, data, new_budget(data, limits, file_budget if edited else data.budget))
+        if space.to_dict() != data.space.to_dict():
+            store.set_space(space, text)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def reopen(name: str, *, storage: str | None, limits: Limits) -> StudyStore:
+    """An existing study, to be continued as it was begun.
+
+    Raises:
+        UsageError: there is none, or the engine or machine has changed.
+    """
+    store = open_study(check_name(name), storage)
+    try:
+        data = store.data()
+        refuse_changes(data, data.space, current_fingerprint(data.space))
+        _apply(store, data, new_budget(data, limits, data.budget))
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _apply(store: StudyStore, data: StudyData, budget: Budget) -> None:
+    if budget != data.budget:
+        store.set_budget(budget, f"{budget.launches} launches, {budget.candidates} candidates, hours {budget.hours}")
+
+
+def current_fingerprint(space: Space) -> dict[str, Any]:
+    """The fingerprint that a study of this space would have here and now."""
+    from tuner.engines.base import get_engine
+
+    return fingerprint(space, get_engine(space.kind).version(), hardware())
+
+
+def run_study(
+    store: StudyStore,
+    *,
+    observer: Observer,
+    engine: StudyEngine | None = None,
+    world: World | None = None,
+    folder: Path | None = None,
+    clock: Callable[[], float] | None = None,
+) -> StudyData:
+    """Runs a study to its end under its lease; returns the finished records.
+
+    Raises:
+        UsageError: another tuner works on it.
+        StudyStopped, EnvironmentBroken: it ended without an answer; it can be run again.
+        Interrupted: a signal; the server is stopped and everything kept.
+    """
+    from tuner.engines.base import get_engine
+
+    space = store.data().space
+    interrupts = Interrupts()
+    with interrupts.installed(), hold(store.engine, store.name, clock or store.clock) as lease:
+        controller = Controller(
+            store,
+            engine or get_engine(space.kind),
+            world or Machine(space),
+            policy=POLICIES[space.profile],
+            folder=folder or study_folder(store.name),
+            observer=observer,
+            check=lease.check,
+            shield=interrupts.shield,
+        )
+        try:
+            return controller.run()
+        except KeyboardInterrupt:
+            store.set_state("interrupted", "interrupted; run the same again to go on")
+            raise
