@@ -1,0 +1,132 @@
+"""More requests than fit wait or start again, and nobody's output shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine.build import Core
+from engine.config import EngineConfig, SpecConfig
+from engine.errors import InvalidConfig
+from engine.ipc.messages import SamplingParams, Submit
+from engine.worker import warm_up
+from tests.engine.conftest import generate
+from tests.engine.test_spec import prompts
+
+NGRAM = SpecConfig("ngram", 3, 1, 4, ngram_min=1, ngram_max=3)
+
+
+@pytest.mark.parametrize("spec", [SpecConfig(), NGRAM])
+@pytest.mark.parametrize("kv_tokens", [96, 200, 600])
+def test_32_streams_whose_pages_exceed_the_pool_wait_and_are_unchanged(
+    make_core: Callable[..., Core], spec: SpecConfig, kv_tokens: int
+) -> None:
+    asked = prompts(32)
+    core = make_core(spec, kv_tokens=kv_tokens)
+    squeezed = generate(core, asked)
+    assert core.scheduler.preemptions > 0
+    assert squeezed == generate(make_core(max_running_requests=32), asked)
+
+
+def test_sampled_output_survives_preemption(make_core: Callable[..., Core]) -> None:
+    core = make_core(kv_tokens=100)
+    sampled = generate(core, prompts(8), temperature=1.0, seed=3)
+    assert core.scheduler.preemptions > 0
+    assert sampled == generate(make_core(), prompts(8), temperature=1.0, seed=3)
+
+
+def test_a_request_larger_than_the_pool_is_refused_at_once_with_the_figures(make_core: Callable[..., Core]) -> None:
+    core = make_core(kv_tokens=40)
+    refused = core.scheduler.submit(Submit(1, tuple(range(1, 30)), SamplingParams(max_tokens=20)))
+    assert refused is not None
+    assert refused.finish == "error"
+    assert "49 tokens" in refused.error
+    assert "40" in refused.error
+    assert not core.scheduler.busy
+
+
+def test_stop_tokens_end_a_request_unless_it_ignores_them(make_core: Callable[..., Core]) -> None:
+    prompt = prompts(1)
+    whole = generate(make_core(), prompt)[0]
+    stop = whole[6]
+    first = whole.index(stop)
+    for spec in (SpecConfig(), NGRAM):
+        assert generate(make_core(spec), prompt, stop_token_ids=(stop,))[0] == whole[: first + 1]
+        assert generate(make_core(spec), prompt, stop_token_ids=(stop,), ignore_eos=True)[0] == whole
+
+
+@pytest.mark.parametrize("spec", [SpecConfig(), NGRAM])
+def test_aborting_anywhere_frees_everything_and_disturbs_nobody(
+    make_core: Callable[..., Core], spec: SpecConfig
+) -> None:
+    asked = prompts(6)
+    expected = generate(make_core(spec), asked)
+    core = make_core(spec, max_running_requests=4)
+    outputs: dict[int, list[int]] = {i: [] for i in range(6)}
+    for rid, prompt in enumerate(asked):
+        core.scheduler.submit(Submit(rid, tuple(prompt), SamplingParams(max_tokens=40)))
+    rounds = 0
+    while core.scheduler.busy:
+        for update in core.scheduler.step():
+            outputs[update.rid].extend(update.token_ids)
+        rounds += 1
+        if rounds == 3:
+            for rid in (0, 5, 77):
+                core.scheduler.abort(rid)
+    core.scheduler.check()
+    assert [outputs[i] for i in range(1, 5)] == expected[1:5]
+    assert outputs[5] == []
+
+
+def test_the_threshold_turns_speculation_off_above_it_and_on_again(make_core: Callable[..., Core]) -> None:
+    core = make_core(SpecConfig("ngram", 3, 1, 4, disable_batch_threshold=2, ngram_min=1, ngram_max=2))
+    seen = {running: core.gate.steps(running) for running in (1, 2, 3, 10)}
+    assert seen == {1: 3, 2: 3, 3: 0, 10: 0}
+    core.gate.steps(1)
+    assert core.gate.transitions == 2
+
+
+def test_nan_fails_that_request_and_no_other(make_core: Callable[..., Core]) -> None:
+    core = make_core()
+    good = generate(core, [[1, 2, 3]])[0]
+    poisoned = 96
+    core.model._embedding[poisoned] = float("nan")
+    core.scheduler.submit(Submit(1, (poisoned, 5), SamplingParams(max_tokens=40)))
+    core.scheduler.submit(Submit(2, (1, 2, 3), SamplingParams(max_tokens=40)))
+    updates = [update for _ in range(60) for update in core.scheduler.step()]
+    assert [u.error for u in updates if u.rid == 1] == ["the model produced NaN for this request"]
+    tokens = [t for u in updates if u.rid == 2 for t in u.token_ids]
+    assert tokens == good[: len(tokens)]
+    assert len(tokens) > 3
+
+
+def test_warm_up_makes_real_tokens_and_leaves_no_trace(make_core: Callable[..., Core]) -> None:
+    core = make_core(NGRAM)
+    warm_up(core)
+    counters = core.counters()
+    assert counters["engine_generated_tokens_total"] == 0
+    assert counters["engine_kv_pages_free"] == counters["engine_kv_pages"]
+
+
+def test_effective_settings_are_read_from_the_objects(make_core: Callable[..., Core]) -> None:
+    core = make_core(NGRAM, kv_tokens=101)
+    info = core.info()
+    assert info["effective"]["num_steps"] == 3
+    assert info["effective"]["kv_tokens"] == 104
+    told = {d["setting"]: (d["requested"], d["effective"]) for d in info["differences"]}
+    assert told["kv_tokens"] == (101, 104)
+    core.gate._steps = 0
+    assert core.info()["effective"]["num_steps"] == 0
+
+
+def test_all_problems_are_named_at_once(make_core: Callable[..., Core]) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        make_core(SpecConfig("ngram", 9, 2, 3, disable_batch_threshold=0), page_size=0)
+    for name in ("num_steps", "topk", "disable_batch_threshold", "page_size"):
+        assert name in str(caught.value)
+    with pytest.raises(InvalidConfig, match="context_length"):
+        make_core(context_length=100_000)
+    assert EngineConfig(api_key="secret").public()["api_key"] == "set"
+    assert torch.get_num_threads() >= 1
