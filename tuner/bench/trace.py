@@ -187,7 +187,7 @@ def _event(at_ns: int, payload: bytes) -> Event:
     try:
         # A server may cut a character in half between events; its token still counts.
         data = json.loads(payload.decode("utf-8", "replace"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedStream(f"an event is not JSON: {_excerpt(payload)}") from error
     if not isinstance(data, dict):
         raise MalformedStream(f"an event is not an object: {_excerpt(payload)}")
@@ -196,7 +196,9 @@ def _event(at_ns: int, payload: bytes) -> Event:
     choices = data.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     delta = choice.get("delta")
-    text = "".join(value for key in TEXT_FIELDS if isinstance(value := delta.get(key), str)) if delta else ""
+    text = ""
+    if isinstance(delta, dict):
+        text = "".join(value for key in TEXT_FIELDS if isinstance(value := delta.get(key), str))
     finish = choice.get("finish_reason")
     usage = data.get("usage")
     tokens, prompt_tokens = _usage(usage) if isinstance(usage, dict) else (None, None)

@@ -15,7 +15,7 @@ from rich.table import Table
 from tuner.bench.block import BlockProgress, measure_block
 from tuner.bench.client import Target
 from tuner.bench.plan import PROFILES, WindowPlan, window_plan
-from tuner.bench.prompts import Prompt, load_prompts
+from tuner.bench.prompts import Prompt, load_prompts, shipped_sets
 from tuner.errors import EnvironmentBroken, LaunchFailed, TunerError, UsageError
 from tuner.records import Block, Failure
 
@@ -27,7 +27,7 @@ def command(
     concurrency: Annotated[str, typer.Option(help="Concurrent requests; several levels as 1,8,32.")] = "1,8",
     max_tokens: Annotated[int, typer.Option(help="Output tokens per request, at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
-    prompts: Annotated[str, typer.Option(help="A prompt set that ships, or a JSONL file.")] = "mixed",
+    prompts: Annotated[str, typer.Option(help="A prompt set that ships (its tuning part), or a JSONL file.")] = "mixed",
     profile: Annotated[str, typer.Option(help=f"Length of the windows: {', '.join(PROFILES)}.")] = "short",
     model: Annotated[str | None, typer.Option(help="Model to ask for; default: the first one served.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="TUNER_API_KEY", help="Sent as a bearer token.")] = None,
@@ -41,7 +41,7 @@ def command(
             levels=parse_levels(concurrency),
             max_tokens=max_tokens,
             temperature=temperature,
-            prompts=load_prompts(prompts, split="all"),
+            prompts=load_prompts(prompts, split="tuning" if prompts in shipped_sets() else "all"),
             plan=window_plan(profile),
             model=model,
             api_key=api_key,

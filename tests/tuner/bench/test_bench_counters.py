@@ -1,0 +1,73 @@
+import pytest
+
+from tuner.bench.counters import delta, parse_snapshot
+
+
+def snapshot(text, at=0):
+    return parse_snapshot(text.encode(), at, at + 2_000_000)
+
+
+ENGINE = """# HELP engine_generated_tokens_total Output tokens.
+# TYPE engine_generated_tokens_total counter
+engine_generated_tokens_total {generated}
+# TYPE engine_spec_verify_steps_total counter
+engine_spec_verify_steps_total {steps}
+# TYPE engine_spec_accepted_tokens_total counter
+engine_spec_accepted_tokens_total {accepted}
+"""
+
+
+def test_accept_length_is_drafts_plus_one_over_the_window_alone():
+    """The counters began before the window, with another workload."""
+    before = snapshot(ENGINE.format(generated=1000, steps=1000, accepted=0))
+    after = snapshot(ENGINE.format(generated=1300, steps=1100, accepted=200), at=8_000_000_000)
+    change = delta(before, after)
+    assert change.generated == 300
+    assert change.accept_length == pytest.approx(3.0)
+    assert change.uncertain_s == pytest.approx(0.002)
+    assert change.end_ns - change.start_ns == 8_000_000_000
+
+
+def test_no_verify_steps_give_no_accept_length():
+    same = snapshot(ENGINE.format(generated=5, steps=0, accepted=0))
+    assert delta(same, same).accept_length is None
+
+
+def test_vllm_names_and_ranks_are_summed():
+    def page(drafts, accepted, tokens):
+        ranks = "".join(
+            f'vllm:spec_decode_num_drafts_total{{engine="{rank}"}} {drafts}\n'
+            f'vllm:spec_decode_num_drafts_created{{engine="{rank}"}} 1.7e9\n'
+            for rank in (0, 1)
+        )
+        return (
+            f"# TYPE vllm:spec_decode_num_drafts counter\n{ranks}"
+            "# TYPE vllm:spec_decode_num_accepted_tokens counter\n"
+            f"vllm:spec_decode_num_accepted_tokens_total {accepted}\n"
+            f"# TYPE vllm:generation_tokens counter\nvllm:generation_tokens_total {tokens}\n"
+        )
+
+    change = delta(snapshot(page(0, 0, 0)), snapshot(page(50, 160, 260)))
+    assert (change.generated, change.steps) == (260, 100)
+    assert change.accept_length == pytest.approx(2.6)
+
+
+def test_sglang_counts_tokens_at_the_end_of_a_request_so_they_check_no_window():
+    page = (
+        "# TYPE sglang:generation_tokens counter\nsglang:generation_tokens_total {0}\n"
+        "# TYPE sglang:spec_verify_calls counter\nsglang:spec_verify_calls_total {1}\n"
+    )
+    change = delta(snapshot(page.format(100, 50)), snapshot(page.format(400, 150)))
+    assert change.generated is None
+    assert change.accept_length == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("page", ["", "<html>not found</html>", "other_total 5\n", '{"a": 1}', "engine_x{ 5"])
+def test_pages_without_known_counters_are_no_snapshot(page):
+    assert snapshot(page) is None
+
+
+def test_a_restart_between_the_readings_is_noticed():
+    big, small = (snapshot(ENGINE.format(generated=n, steps=0, accepted=0)) for n in (500, 20))
+    assert delta(big, small) is None
+    assert delta(None, big) is None

@@ -1,0 +1,123 @@
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuner.bench.prompts import load_prompts, shipped_sets
+from tuner.errors import UsageError
+
+KINDS = {"chat", "code", "rewrite", "extract_json", "summarise", "translate", "math"}
+WITH_PASSAGE = ("rewrite", "extract_json", "summarise")
+
+
+def write(tmp_path, *lines):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_the_shipped_set_has_120_different_prompts_of_seven_kinds():
+    prompts = load_prompts("mixed", split="all")
+    assert shipped_sets() == ["mixed"]
+    assert len(prompts) == len({p.id for p in prompts}) == len({p.text for p in prompts}) == 120
+    counts = Counter(p.kind for p in prompts)
+    assert counts.keys() == KINDS
+    assert set(counts.values()) <= {17, 18}
+
+
+def test_no_two_shipped_prompts_begin_or_end_alike():
+    prompts = load_prompts("mixed", split="all")
+    assert len({p.text[:60] for p in prompts}) == 120
+    assert len({p.text[-60:] for p in prompts}) == 120
+
+
+def test_passages_are_long_enough_to_work_on():
+    for prompt in load_prompts("mixed", split="all"):
+        words = len(prompt.text.split())
+        assert words <= 280, prompt.id
+        if prompt.kind in WITH_PASSAGE:
+            assert words >= 75, prompt.id
+        if prompt.kind == "translate":
+            assert words >= 60, prompt.id
+
+
+def test_the_shipped_split_is_fixed_disjoint_and_stratified():
+    tuning, held_out = (load_prompts("mixed", split=side) for side in ("tuning", "held_out"))
+    assert (len(tuning), len(held_out)) == (72, 48)
+    assert not {p.id for p in tuning} & {p.id for p in held_out}
+    assert set(Counter(p.kind for p in tuning).values()) <= {10, 11}
+    assert set(Counter(p.kind for p in held_out).values()) <= {6, 7}
+    # A moved prompt would let a search see what it is later judged by.
+    assert {"chat-02", "code-05", "math-17", "translate-09"} <= {p.id for p in held_out}
+
+
+def test_a_users_file_may_hold_prompt_text_or_messages(tmp_path):
+    path = write(
+        tmp_path,
+        '{"prompt": "one"}',
+        "",
+        '{"text": "two", "id": "b", "kind": "code"}',
+        '{"messages": [{"role": "user", "content": "old"}, {"role": "assistant", "content": "x"},'
+        ' {"role": "user", "content": "three"}]}',
+    )
+    prompts = load_prompts(path, split="all")
+    assert [(p.id, p.kind, p.text) for p in prompts] == [
+        ("line-1", "user", "one"),
+        ("b", "code", "two"),
+        ("line-4", "user", "three"),
+    ]
+
+
+def test_a_given_split_is_taken_and_otherwise_the_text_decides(tmp_path):
+    texts = [f"question {i}" for i in range(200)]
+    path = write(tmp_path, *(json.dumps({"prompt": t}) for t in texts))
+    tuning = {p.text for p in load_prompts(path, split="tuning")}
+    held_out = {p.text for p in load_prompts(path, split="held_out")}
+    assert tuning | held_out == set(texts)
+    assert not tuning & held_out
+    assert 100 < len(tuning) < 140
+    reordered = write(tmp_path, *(json.dumps({"prompt": t}) for t in [*texts[::-1], "another"]))
+    assert {p.text for p in load_prompts(reordered, split="tuning")} - {"another"} == tuning
+    given_split = write(tmp_path, *(json.dumps({"prompt": t, "split": "held_out"}) for t in texts))
+    assert len(load_prompts(given_split, split="held_out")) == 200
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "empty"),
+        (["  "], "empty"),
+        (['{"prompt": "fine"}', "{oops"], "line 2: not JSON"),
+        (['["a"]'], "line 1: not an object"),
+        (['{"question": "a"}'], "line 1: needs"),
+        (['{"prompt": 5}'], "line 1: needs"),
+        (['{"prompt": "  "}'], "line 1: needs"),
+        (['{"messages": [{"role": "assistant", "content": "a"}]}'], "line 1: needs"),
+        (['{"prompt": "a", "split": "test"}'], "split 'test' is unknown; valid: tuning, held_out"),
+        (['{"prompt": "a", "id": "x"}', '{"prompt": "b", "id": "x"}'], "line 2: id 'x' was already used on line 1"),
+    ],
+)
+def test_what_cannot_be_used_is_said_with_its_line(tmp_path, lines, message):
+    with pytest.raises(UsageError, match=message):
+        load_prompts(write(tmp_path, *lines), split="all")
+
+
+def test_a_missing_file_names_the_sets_that_ship(tmp_path):
+    with pytest.raises(UsageError, match=r"no such file, and no set of that name ships \(mixed\)"):
+        load_prompts(tmp_path / "nothing.jsonl", split="all")
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_prompts(tmp_path, split="all")
+    with pytest.raises(UsageError, match="no held-out prompts"):
+        load_prompts(write(tmp_path, '{"prompt": "a", "split": "tuning"}'), split="held_out")
+
+
+@given(st.text(min_size=1).filter(lambda t: t.strip()))
+def test_any_text_survives(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("p") / "p.jsonl"
+    try:
+        path.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    except UnicodeEncodeError:  # a lone surrogate is no text that a file can hold
+        return
+    assert [p.text for p in load_prompts(path, split="all")] == [text]
