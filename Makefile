@@ -1,0 +1,44 @@
+# `make run` and `make test` set up everything they need, from a fresh clone.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: run test test-all lint format setup clean
+
+run: $(READY) ## tune the bundled engine on this machine, then print the report and export the decision
+	$(BIN)/tuner run quickstart.yaml
+	$(BIN)/tuner report quickstart --output studies/quickstart/report.md
+	$(BIN)/tuner export quickstart --format shell --output studies/quickstart/export
+	@echo
+	@echo "Report:    studies/quickstart/report.md"
+	@echo "Artefact:  studies/quickstart/export/run.sh"
+
+test: $(READY) ## the tests that gate every change: minutes, no GPU
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(READY) ## every test; what could not run here is listed at the end
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; name one with PYTHON=..."; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) build *.egg-info
