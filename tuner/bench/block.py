@@ -245,7 +245,8 @@ class _BlockRun:
         finally:
             client.stop()
             lag.stop()
-        traces = tuple(read_exchange(exchange) for exchange in client.finished)
+        # The counters may have been read a moment before the window; what ended before that is of no use.
+        traces = tuple(read_exchange(exchange) for exchange in client.finished if exchange.end_ns > start_ns - NS)
         idle = [e.idle_ns for e in client.finished if e.idle_ns and start_ns <= e.sent_ns < end_ns]
         edge = NS // 20
         return Recording(
