@@ -12,7 +12,7 @@ import socket
 import struct
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 _HEADER = struct.Struct("!i")
 _LONGEST = 0x7FFFFFFF
@@ -64,8 +64,7 @@ class Channel(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its base class
 
     def data_received(self, data: bytes) -> None:
         """Called by the event loop: cuts the stream into frames of a four-byte length and that many bytes."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+from starlette.types import Receive
+
 from engine.errors import EngineDown, EngineError
 from engine.ipc.messages import Abort, Answer, Ask, SamplingParams, Shutdown, Submit, Tokens, TokenUpdate
 
@@ -175,3 +177,22 @@ class Generation:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class Watch:
+    """While in it, a client that leaves cancels its generation."""
+
+    def __init__(self, receive: Receive, generation: Generation) -> None:
+        self._receive = receive
+        self._generation = generation
+
+    def __enter__(self) -> None:
+        self._task = asyncio.create_task(self._wait())
+
+    def __exit__(self, *error: object) -> None:
+        self._task.cancel()
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._generation.cancel(ClientGone())

@@ -6,10 +6,9 @@ concatenation; everything that does not change within a stream is rendered once.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from engine.errors import EngineDown
 from engine.ipc.messages import SamplingParams
-from engine.server.client import ClientGone, Generation
+from engine.server.client import Generation, Watch
 from engine.server.errors import RequestError, error_body
 from engine.server.schema import GenerationRequest
 from engine.server.service import Service
@@ -137,7 +136,7 @@ async def whole_response(job: Job, receive: Receive) -> Response:
     """The response of a request that is not streamed."""
     texts = [""] * len(job.prompts)
     finishes = [""] * len(job.prompts)
-    with job.submit() as generation, _Watch(receive, generation):
+    with job.submit() as generation, Watch(receive, generation):
         async for batch in job.deltas(generation):
             for delta in batch:
                 texts[delta.index] += delta.text
@@ -159,7 +158,7 @@ class StreamedResponse(Response):
         frames = _Frames(self._job)
         started = False
         try:
-            with self._job.submit() as generation, _Watch(receive, generation):
+            with self._job.submit() as generation, Watch(receive, generation):
                 async for batch in self._job.deltas(generation):
                     body = "".join(map(frames.event, batch))
                     if not started:
@@ -190,7 +189,7 @@ class _Frames:
         self._job = job
         self._endpoint = job.endpoint
         head = {"id": job.id, "object": job.endpoint.chunk, "created": job.created, "model": job.service.name}
-        self._head = f"data: {json.dumps(head)[:-1]}, "
+        self._head = f"data: {_compact(head)[:-1]},"
         self._before = [f'{self._head}"choices":[{{"index":{i},{job.endpoint.opens}' for i in range(len(job.prompts))]
         self._after = f'{job.endpoint.closes},"logprobs":null,"finish_reason":'
         options = job.request.stream_options
@@ -207,29 +206,14 @@ class _Frames:
     def event(self, delta: Delta) -> str:
         """One delta."""
         finish = f'"{delta.finish}"' if delta.finish else "null"
-        usage = f',"usage":{json.dumps(self._job.usage())}' if self._always else ""
+        usage = f',"usage":{_compact(self._job.usage())}' if self._always else ""
         return f"{self._before[delta.index]}{json.dumps(delta.text)}{self._after}{finish}}}]{usage}}}\n\n"
 
     def closing(self) -> str:
         """The usage, where it was asked for, and the end mark."""
-        usage = f'{self._head}"choices":[],"usage":{json.dumps(self._job.usage())}}}\n\n' if self._last else ""
+        usage = f'{self._head}"choices":[],"usage":{_compact(self._job.usage())}}}\n\n' if self._last else ""
         return f"{usage}data: [DONE]\n\n"
 
 
-class _Watch:
-    """While in it, a client that leaves cancels its generation."""
-
-    def __init__(self, receive: Receive, generation: Generation) -> None:
-        self._receive = receive
-        self._generation = generation
-
-    def __enter__(self) -> None:
-        self._task = asyncio.create_task(self._wait())
-
-    def __exit__(self, *error: object) -> None:
-        self._task.cancel()
-
-    async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._generation.cancel(ClientGone())
+def _compact(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import ipaddress
 import logging
 import signal
@@ -50,7 +49,6 @@ def serve(config: EngineConfig, worker: str = MODEL_WORKER) -> int:
         listener = bind(config.host, config.port)
         with contextlib.closing(listener):
             source = resolve(config.model)
-            config = dataclasses.replace(config, port=listener.getsockname()[1])
             _warn_if_exposed(config)
             return _run(_Server(config, source, listener, worker).run())
     except EngineError as error:
@@ -91,8 +89,8 @@ class _Server:
         self._model = ModelProcess(self._config, self._worker, lambda message: self._client.receive(message))
         self._metrics = Metrics()
         self._client = EngineClient(self._model, self._metrics.generated_tokens.inc)
-        log.info("loading %s from %s", self._source.name, self._source.path)
         await self._model.start()
+        log.info("model process %d loads %s from %s", self._model.pid, self._source.name, self._source.path)
         self._model.ended.add_done_callback(lambda ended: self._on_model_ended(ended.result()))
         try:
             tokenizer = asyncio.create_task(asyncio.to_thread(load_tokenizer, self._source))
@@ -114,6 +112,7 @@ class _Server:
     async def _serve(self, ready: Ready, tokenizer: Tokenizer) -> None:
         service = Service(
             config=self._config,
+            port=self._listener.getsockname()[1],
             name=self._config.served_model_name or self._source.name,
             client=self._client,
             tokenizer=tokenizer,

@@ -68,6 +68,11 @@ class ModelProcess:
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._process_ended)
         self._reaper = asyncio.create_task(self._reap())
 
+    @property
+    def pid(self) -> int | None:
+        """Of the started process."""
+        return self._process.pid
+
     def send(self, message: Any) -> None:
         """Queues a message to the process."""
         assert self._channel is not None

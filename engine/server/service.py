@@ -16,6 +16,8 @@ class Service:
     """One served model.
 
     Args:
+        config: as asked for.
+        port: that is listened on.
         name: what clients call the model.
         context_length: longest prompt + output of one request, in tokens.
         vocab_size: prompts given as ids must be below it.
@@ -24,6 +26,7 @@ class Service:
     """
 
     config: EngineConfig
+    port: int
     name: str
     client: EngineClient
     tokenizer: Tokenizer

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from engine import __version__
 from engine.errors import EngineError
 from engine.ipc.messages import SamplingParams
+from engine.server.client import Watch
 from engine.server.errors import RequestError
 from engine.server.service import Service
 
@@ -39,7 +40,7 @@ async def health_generate(request: Request) -> Response:
     prompt = service.tokenizer.encode("Hello")
     sampling = SamplingParams(max_tokens=1, ignore_eos=True)
     try:
-        with service.client.generate([prompt], sampling) as generation:
+        with service.client.generate([prompt], sampling) as generation, Watch(request.receive, generation):
             async with asyncio.timeout(HEALTH_GENERATE_S):
                 while True:
                     for _, update in await generation.updates():
@@ -72,29 +73,29 @@ async def server_info(request: Request) -> Response:
     except TimeoutError as error:
         message = f"the model process did not answer within {ASK_S:g} s"
         raise RequestError(503, message, code="no_answer") from error
-    return JSONResponse(merge_info(service.config.public(), service.name, half))
+    return JSONResponse(merge_info(service.config.public(), service.name, service.port, half))
 
 
-def merge_info(requested: Mapping[str, Any], name: str, half: Mapping[str, Any]) -> dict[str, Any]:
+def merge_info(requested: Mapping[str, Any], name: str, port: int, half: Mapping[str, Any]) -> dict[str, Any]:
     """`/server_info` from the settings asked for and the model process's half.
 
     `half` holds `effective` (settings by name, read from the objects that run), `differences` (with reasons), `model`,
     `paths`, `memory` and `counters`; what else it holds is passed on. Differences that it does not list are added, so
     that none goes unseen.
     """
-    here = {"served_model_name": name, **{key: requested[key] for key in ("host", "port", "api_key", "log_level")}}
-    effective = {**here, **half.get("effective", {})}
+    here = {key: requested[key] for key in ("host", "api_key", "log_level")}
+    effective = {**here, "served_model_name": name, "port": port, **half.get("effective", {})}
     differences = list(half.get("differences", []))
     explained = {entry["setting"] for entry in differences}
     for setting, value in requested.items():
         if setting in effective and effective[setting] != value and setting not in explained:
-            chosen = value in (None, "auto")
+            left_open = value in (None, "auto") or (setting, value) == ("port", 0)
             differences.append(
                 {
                     "setting": setting,
                     "requested": value,
                     "effective": effective[setting],
-                    "reason": "left to the engine" if chosen else "not explained by the model process",
+                    "reason": "left to the engine" if left_open else "not explained by the model process",
                 }
             )
     result = {"model": {"name": name}, **half, "version": __version__}
