@@ -10,10 +10,10 @@
         served_model: my-model
         tp: 2
 
-`{name}` stands for `host`, `port`, `model`, a parameter or another key of `args`; `{{` and `}}` are plain braces. Of
-an inactive parameter, `{name?}` drops the element and, when it is all of the element, the flag in front of it. Parameters
-that are environment variables are called `env.NAME` and need no placeholder. There is no shell: an element is one
-argument, whatever it holds.
+`{name}` stands for `host`, `port`, `model`, a parameter or another key of `args`; `{{` and `}}` are plain braces.
+For an inactive parameter, `{name?}` drops the element and, when it is all of the element, the flag in front of it.
+Parameters that are environment variables are called `env.NAME` and need no placeholder. There is no shell: an element
+is one argument, whatever it holds.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class CommandEngine:
         values = _values(args, settings)
         for element in args["command"]:
             used |= _check(str(element), values, found)
+        if "port" not in used:
+            found.append("args.command: {port} is missing; the server must listen on the port that it is given")
         found += [
             f"{name}: is used by no placeholder of args.command, so it would change nothing"
             for name in (*args, *settings)
@@ -129,6 +131,8 @@ def _shape(args: Mapping[str, Any]) -> list[str]:
     command = args.get("command")
     if not isinstance(command, (list, tuple)) or not command:
         found.append("args.command: is needed: the server's command line as a list, e.g. [my-server, --port, '{port}']")
+    elif any("\0" in str(element) for element in command):
+        found.append("args.command: holds a NUL character, which no argument can")
     for name in ("ready_path", "info_path"):
         if name in args and not (isinstance(args[name], str) and args[name].startswith("/")):
             found.append(f"args.{name}: {args[name]!r} is not a path; it begins with '/'")

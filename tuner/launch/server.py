@@ -234,7 +234,7 @@ class Server:
         self._phase = "ready"
         began = time.monotonic()
         progress = _Progress(self._family, self.log_path)
-        next_look = began
+        next_watch = began
         while True:
             reply = self._ask("GET", self.record.ready_path, timeout_s=5.0, phase="ready", between=progress.check)
             now = time.monotonic()
@@ -242,11 +242,10 @@ class Server:
                 self._check_owner()
                 if reply.status == 200:
                     break
-            if now >= next_look:
-                next_look = now + 1.0
-                progress.check()
-                if watch:
-                    watch(now - began)
+            progress.check()
+            if watch and now >= next_watch:
+                next_watch = now + 1.0
+                watch(now - began)
             last = f"{self.record.ready_path} last said: {reply.status or reply.error}"
             if now - progress.at > self.limits.stall_s:
                 seen = f"no log line, no CPU time and nothing read for {self.limits.stall_s:g} s; {last}"

@@ -1,0 +1,232 @@
+"""An OpenAI-compatible server that misbehaves in one chosen way. Standard library only, so that it starts at once.
+
+python misbehaving_server.py --port 8000 --mode dies_on_first_decode
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+
+MODES = [
+    "healthy",
+    "crashes_at_start",
+    "out_of_memory_at_start",
+    "half_built",
+    "half_built_but_lives",
+    "dies_on_first_decode",
+    "hangs_at_start",
+    "never_ready",
+    "slow_start",
+    "exits_0",
+    "grandchild",
+    "parent_exits",
+    "ignores_sigterm",
+    "says_503",
+    "never_listens",
+    "dies_mid_stream",
+    "stalls_mid_stream",
+    "hangs_on_completion",
+    "headers_then_close",
+    "not_json",
+    "no_tokens",
+    "chat_only",
+    "info_hangs",
+    "unready_503",
+]
+
+
+class Head:
+    """The part of the engine whose constructor may fail."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("draft head: expected hidden size 576, got 960")
+
+
+class HalfBuilt:
+    """An engine that swallows the error of its constructor: the very bug that the tuner must see through."""
+
+    def __init__(self) -> None:
+        try:
+            self.head = Head()
+        except RuntimeError:
+            traceback.print_exc()
+            print("continuing", flush=True)
+
+
+class App:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.mode = options.mode
+        self.engine = HalfBuilt() if self.mode.startswith("half_built") else None
+        self.completions = 0
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while line := await reader.readline():
+                method, path, _ = line.decode().split(" ", 2)
+                length = 0
+                while (header := await reader.readline()) not in (b"\r\n", b""):
+                    name, _, value = header.decode().partition(":")
+                    if name.lower() == "content-length":
+                        length = int(value)
+                body = json.loads(await reader.readexactly(length)) if length else {}
+                await self.route(writer, method, path, body)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    async def route(self, writer: asyncio.StreamWriter, method: str, path: str, body: dict) -> None:
+        if method == "GET" and path == "/health":
+            await reply(writer, 503 if self.mode == "unready_503" else 200, {})
+        elif method == "GET" and path == "/server_info":
+            if self.mode == "info_hangs":
+                await asyncio.sleep(3600)
+            await reply(writer, 200, {"effective": json.loads(self.options.effective)})
+        elif method == "GET" and path == "/echo":
+            await reply(writer, 200, {"argv": sys.argv, "env": dict(os.environ), "pid": os.getpid()})
+        elif path in ("/v1/completions", "/v1/chat/completions"):
+            await self.complete(writer, path, body)
+        else:
+            await reply(writer, 404, {"error": {"message": f"no such path: {path}"}})
+
+    async def complete(self, writer: asyncio.StreamWriter, path: str, body: dict) -> None:
+        self.completions += 1
+        mode = self.mode
+        if mode == "dies_on_first_decode":
+            crash(RuntimeError("CUDA error: no kernel image is available for execution on the device"))
+        if mode == "half_built":
+            try:
+                self.engine.head.draft()
+            except AttributeError as error:
+                crash(error)
+        if mode == "half_built_but_lives":
+            message = "AttributeError: 'HalfBuilt' object has no attribute 'head'"
+            return await reply(writer, 500, {"error": {"message": message}})
+        if mode == "says_503":
+            return await reply(writer, 503, {"error": {"message": "engine is dead"}})
+        if mode == "hangs_on_completion":
+            await asyncio.sleep(3600)
+        if mode == "headers_then_close":
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
+            await writer.drain()
+            return writer.close()
+        if mode == "not_json":
+            return await reply(writer, 200, "<html>a proxy's login page</html>")
+        if mode == "chat_only" and path == "/v1/completions":
+            return await reply(writer, 404, {"error": {"message": "not here"}})
+        tokens = 0 if mode == "no_tokens" else int(body.get("max_tokens", 16))
+        if body.get("stream"):
+            return await self.stream(writer, tokens)
+        text = " one" * tokens
+        choice = {"message": {"role": "assistant", "content": text}} if "chat" in path else {"text": text}
+        usage = {"prompt_tokens": 4, "completion_tokens": tokens, "total_tokens": 4 + tokens}
+        await reply(writer, 200, {"choices": [{"index": 0, "finish_reason": "length", **choice}], "usage": usage})
+
+    async def stream(self, writer: asyncio.StreamWriter, tokens: int) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+        for i in range(tokens):
+            chunk = {"choices": [{"index": 0, "text": " one"}], "usage": {"completion_tokens": i + 1}}
+            writer.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            await writer.drain()
+            if i == 3 and self.mode == "dies_mid_stream":
+                crash(IndexError("page 4096 is out of range"))
+            if i == 3 and self.mode == "stalls_mid_stream":
+                await asyncio.sleep(3600)
+        writer.write(b"data: [DONE]\n\n")
+        await writer.drain()
+        writer.close()
+
+
+async def reply(writer: asyncio.StreamWriter, status: int, body: object) -> None:
+    data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    head = f"HTTP/1.1 {status} -\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    await writer.drain()
+
+
+def crash(error: Exception) -> None:
+    """Ends the whole process at once, with the error as its last words."""
+    try:
+        raise error
+    except type(error):
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def leave_grandchild(pid_file: str | None, seconds: float = 3600.0) -> None:
+    """A worker that leaves the session and whose parent is gone: out of reach of group and tree alike."""
+    if os.fork():
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if pid_file:
+        with open(pid_file, "w") as file:
+            file.write(str(os.getpid()))
+    time.sleep(seconds)
+    os._exit(0)
+
+
+def before_listening(options: argparse.Namespace) -> None:
+    mode = options.mode
+    print(f"starting in mode {mode}", flush=True)
+    if mode == "crashes_at_start":
+        Head()
+    if mode == "out_of_memory_at_start":
+        try:
+            raise MemoryError("CUDA out of memory. Tried to allocate 2.50 GiB")
+        finally:
+            print("AttributeError: 'Executor' object has no attribute 'workers'", flush=True)
+    if mode in ("hangs_at_start", "never_listens"):
+        time.sleep(3600)
+    if mode in ("slow_start", "never_ready"):
+        deadline = time.monotonic() + (options.seconds if mode == "slow_start" else 3600)
+        shard = 0
+        while time.monotonic() < deadline:
+            shard += 1
+            print(f"loading shard {shard}", flush=True)
+            time.sleep(0.1)
+    if mode == "ignores_sigterm":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if mode in ("grandchild", "parent_exits"):
+        leave_grandchild(options.pid_file)
+
+
+async def serve(options: argparse.Namespace) -> None:
+    app = App(options)
+    server = await asyncio.start_server(app.handle, options.host, options.port)
+    print(f"listening on {options.host}:{options.port}", flush=True)
+    if options.mode in ("exits_0", "parent_exits"):
+        await asyncio.sleep(options.seconds)
+        print("bye", flush=True)
+        os._exit(0)
+    async with server:
+        await server.serve_forever()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--mode", choices=MODES, default="healthy")
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--pid-file")
+    parser.add_argument("--effective", default="{}")
+    parser.add_argument("--num-steps", type=int)
+    options = parser.parse_args()
+    before_listening(options)
+    asyncio.run(serve(options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""From a log, an exit status and a phase to a failure class: the first relevant error counts."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tuner.launch.classify import classify
+from tuner.launch.kinds import KINDS, failure
+from tuner.launch.rules import names, rule_book
+
+EXAMPLES = [(engine, rule, line) for engine in names() for rule in rule_book(engine).causes for line in rule.examples]
+COUNTEREXAMPLES = [
+    (engine, rule, line) for engine in names() for rule in rule_book(engine).causes for line in rule.counterexamples
+]
+
+OUT_OF_MEMORY_THEN_CLEAN_UP = """\
+INFO 11-02 10:21:55 [gpu_worker.py:201] loading weights
+Traceback (most recent call last):
+  File "engine/core.py", line 88, in run
+    self.executor = Executor(config)
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.
+Traceback (most recent call last):
+  File "engine/core.py", line 140, in __del__
+    self.shutdown()
+AttributeError: 'Core' object has no attribute 'workers'
+"""
+
+VLLM_WRAPPED = """\
+(EngineCore pid=77) ERROR 11-02 10:21:59 [core.py:1010] EngineCore failed to start.
+(EngineCore pid=77) ERROR 11-02 10:21:59 [core.py:1010] Traceback (most recent call last):
+(EngineCore pid=77) ERROR 11-02 10:21:59 [core.py:1010]   File "core.py", line 99, in run
+(EngineCore pid=77) ERROR 11-02 10:21:59 [core.py:1010]     raise ValueError("draft and target disagree")
+(EngineCore pid=77) ERROR 11-02 10:21:59 [core.py:1010] ValueError: draft and target disagree
+(APIServer pid=70) Traceback (most recent call last):
+(APIServer pid=70)   File "api_server.py", line 20, in main
+(APIServer pid=70) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+SGLANG_SIGQUIT = """\
+[2026-11-02 10:22:01 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "scheduler.py", line 2400, in run_scheduler_process
+    scheduler = Scheduler(server_args)
+AssertionError
+
+[2026-11-02 10:22:02] Received sigquit from a child process. It usually means the child failed.
+"""
+
+CHAINED = """\
+Traceback (most recent call last):
+  File "a.py", line 1, in build
+KeyError: 'rope_theta'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "b.py", line 2, in main
+RuntimeError: model could not be built
+"""
+
+
+@pytest.mark.parametrize(("engine", "rule", "line"), EXAMPLES)
+def test_every_rule_matches_its_examples_and_is_the_one_that_does(engine: str, rule, line: str) -> None:
+    found = rule_book(engine).cause(line)
+    assert found is not None
+    assert found.kind == rule.kind
+
+
+@pytest.mark.parametrize(("engine", "rule", "line"), COUNTEREXAMPLES)
+def test_no_rule_takes_a_line_that_is_none_of_its_business(engine: str, rule, line: str) -> None:
+    assert rule_book(engine).cause(line) is None
+
+
+@pytest.mark.parametrize("engine", names())
+def test_every_rule_has_an_example_and_a_known_kind(engine: str) -> None:
+    book = rule_book(engine)
+    assert all(rule.examples for rule in (*book.causes, *book.wrappers))
+    assert all(rule.kind in KINDS or rule.kind in ("oom", "crash") for rule in book.causes)
+    assert all(rule.pattern.search(line) for rule in book.wrappers for line in rule.examples)
+
+
+def test_the_first_error_counts_and_the_last_is_shown_beside_it() -> None:
+    found = classify(OUT_OF_MEMORY_THEN_CLEAN_UP, phase="ready", exit_status=1)
+    assert found.kind == "oom_startup"
+    assert "Executor(config)" in found.evidence
+    assert "later: AttributeError: 'Core' object has no attribute 'workers'" in found.evidence
+
+
+def test_memory_that_runs_out_later_is_a_matter_of_load() -> None:
+    assert classify(OUT_OF_MEMORY_THEN_CLEAN_UP, phase="bench", exit_status=1).kind == "oom_under_load"
+
+
+def test_the_root_cause_is_found_above_an_exception_that_only_reports_it() -> None:
+    found = classify(VLLM_WRAPPED, phase="ready", exit_status=1, engine="vllm")
+    assert found.kind == "startup_crash"
+    assert "ValueError: draft and target disagree" in found.message
+
+
+def test_a_server_that_kills_itself_after_an_error_was_not_killed_by_somebody_else() -> None:
+    found = classify(SGLANG_SIGQUIT, phase="ready", exit_status=-signal.SIGKILL, engine="sglang")
+    assert found.kind == "startup_crash"
+    assert "AssertionError" in found.evidence
+
+
+def test_of_a_chain_of_exceptions_the_first_is_the_cause() -> None:
+    assert "KeyError: 'rope_theta'" in classify(CHAINED, phase="ready", exit_status=1).message
+
+
+@pytest.mark.parametrize("status", [-signal.SIGKILL, 137, -signal.SIGTERM, 143])
+def test_a_signal_from_outside_without_any_error_is_the_environments(status: int) -> None:
+    found = classify("INFO all is well\n", phase="bench", exit_status=status)
+    assert (found.kind, found.blame, found.retryable) == ("killed_externally", "environment", True)
+
+
+@pytest.mark.parametrize(("status", "name"), [(-signal.SIGSEGV, "SIGSEGV"), (134, "SIGABRT")])
+def test_a_signal_of_its_own_making_is_a_crash(status: int, name: str) -> None:
+    found = classify("", phase="bench", exit_status=status)
+    assert found.kind == "died_mid_bench"
+    assert name in found.message
+
+
+def test_somebody_elses_port_is_passing_trouble_of_the_machine() -> None:
+    line = "OSError: [Errno 98] error while attempting to bind on address ('127.0.0.1', {}): address already in use"
+    ours = classify(line.format(30000), phase="ready", exit_status=1, port=30000)
+    internal = classify(line.format(41234), phase="ready", exit_status=1, port=30000)
+    assert (ours.kind, internal.kind) == ("port_conflict", "transient_env")
+    assert {ours.blame, internal.blame} == {"environment"}
+
+
+def test_an_error_before_readiness_explains_a_first_decode_that_fails() -> None:
+    found = classify("", phase="smoke", exit_status=1, earlier=CHAINED)
+    assert found.kind == "partial_init"
+    assert "KeyError: 'rope_theta'" in found.evidence
+
+
+def test_an_error_before_readiness_does_not_explain_a_death_under_load() -> None:
+    assert classify("", phase="bench", exit_status=1).kind == "died_mid_bench"
+
+
+def test_a_silent_server_keeps_the_symptom_and_a_talkative_one_gets_the_cause() -> None:
+    silent = classify("loading\n", phase="ready", exit_status=None, symptom="startup_hang", seen="silent for 120 s")
+    assert (silent.kind, silent.message, silent.evidence) == ("startup_hang", "silent for 120 s", "loading")
+    dying = classify(OUT_OF_MEMORY_THEN_CLEAN_UP, phase="ready", exit_status=None, symptom="startup_hang")
+    assert dying.kind == "oom_startup"
+
+
+def test_without_any_error_the_last_lines_are_the_evidence() -> None:
+    log = "\n".join(f"step {i}" for i in range(100))
+    assert classify(log, phase="bench", exit_status=3).evidence.splitlines()[-1] == "step 99"
+
+
+def test_colours_and_a_torn_log_do_not_hide_the_error() -> None:
+    log = "\x1b[31mtorch.OutOfMemoryError: CUDA out of memory.\x1b[0m\r\nTraceback (most recent call last):"
+    assert classify(log, phase="ready", exit_status=1).kind == "oom_startup"
+
+
+def test_every_class_says_whom_it_is_held_against() -> None:
+    assert failure("oom_startup", "ready", "x").blame == "candidate"
+    assert failure("killed_externally", "bench", "x").retryable
+    with pytest.raises(KeyError):
+        failure("something_else", "bench", "x")
