@@ -1,0 +1,97 @@
+"""Imports point one way, between the packages and inside each; docs/architecture.md draws the same."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# What each part may import of its own package, besides itself.
+MAY_IMPORT: dict[str, dict[str, set[str]]] = {
+    "tuner": {
+        "records": set(),
+        "errors": {"records"},
+        "space": {"records", "errors", "engines"},
+        "engines": {"records", "errors"},
+        "launch": {"records", "errors"},
+        "bench": {"records", "errors"},
+        "judge": {"records", "errors"},
+        "study": {"records", "errors", "space", "engines", "launch", "bench", "judge"},
+        "export": {"records", "errors", "judge", "study"},
+        "report": {"records", "errors", "judge", "study"},
+        "cli": {"records", "errors", "space", "engines", "launch", "bench", "judge", "study", "export", "report"},
+    },
+    "engine": {
+        "errors": set(),
+        "cache": set(),
+        "config": set(),
+        "ipc": set(),
+        "request": {"ipc"},
+        "ops": {"cache", "errors"},
+        "memory": {"errors"},
+        "text": {"cache", "errors", "model"},
+        "model": {"cache", "errors", "memory", "ops"},
+        "spec": {"config", "request", "memory", "model", "ops"},
+        "scheduler": {"ipc", "request", "memory", "spec"},
+        "build": {"config", "errors", "memory", "model", "ops", "scheduler", "spec"},
+        "worker": {"build", "config", "ipc"},
+        "server": {"config", "errors", "ipc", "logs", "model", "text", "worker"},
+        "logs": set(),
+        "cli": {"cache", "config", "errors", "logs", "model", "server"},
+    },
+}
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Absolute module names that a file imports, also inside functions, but not for type checking alone."""
+    tree = ast.parse(file.read_text())
+    skipped = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_point_one_way(package: str) -> None:
+    other = ({"tuner", "engine"} - {package}).pop()
+    allowed = MAY_IMPORT[package]
+    wrong = []
+    for file in sorted((ROOT / package).rglob("*.py")):
+        parts = file.relative_to(ROOT / package).with_suffix("").parts
+        own = parts[0]
+        if own in ("__init__", "__main__"):
+            continue
+        assert own in allowed, f"{file.relative_to(ROOT)}: '{own}' has no place in the layers; give it one here"
+        for module in imports(file):
+            names = module.split(".")
+            if names[0] == other:
+                wrong.append(f"{file.relative_to(ROOT)} imports {module}")
+            below = names[1] if names[0] == package and len(names) > 1 else own
+            if below in allowed and below != own and below not in allowed[own]:
+                wrong.append(f"{file.relative_to(ROOT)} imports {module}")
+    assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_the_layers_have_no_cycle(package: str) -> None:
+    left = {name: set(below) for name, below in MAY_IMPORT[package].items()}
+    while left:
+        free = [name for name, below in left.items() if not below & left.keys()]
+        assert free, f"cycle among {sorted(left)}"
+        for name in free:
+            del left[name]
