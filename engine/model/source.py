@@ -73,7 +73,7 @@ def resolve(model: str) -> ModelSource:
     if model in KNOWN:
         return ModelSource(model, "gguf", fetch(KNOWN[model]))
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"model: the folder '{model}' has no config.json; a Hugging Face model folder has one")
         return ModelSource(path.resolve().name, "hf", path)

@@ -23,11 +23,11 @@ def read_metadata(path: Path) -> dict[str, Any]:
     Raises:
         TokenizerError: not a little-endian GGUF file of version 2 or 3, or cut short.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        try:
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data).block()
-        except (struct.error, UnicodeDecodeError, KeyError, ValueError) as error:
-            raise TokenizerError(f"{path}: the GGUF header cannot be read ({error!r})") from error
+    except (OSError, struct.error, KeyError, ValueError) as error:
+        raise TokenizerError(f"{path}: the GGUF header cannot be read ({error!r})") from error
 
 
 class _Reader:

@@ -22,7 +22,6 @@ SPECIAL_TEXT = (
     "<|exit|>",
     "<|refuse|>",
     "<|silent|>",
-    "<|hang|>",
 )
 
 
