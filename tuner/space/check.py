@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from tuner.errors import UsageError
-from tuner.records import Setting
+from tuner.records import Candidate, Setting
 from tuner.space.document import Document, Path, dotted
 from tuner.space.expression import Expression, ExpressionError, parse
 from tuner.space.problems import Problem, unknown
@@ -139,6 +139,10 @@ class Checker:
             self._guarded(("engine", "kind"), find)
         if engine is not None and (problem := engine.check_model(file.engine.model)):
             self.report(("engine", "model"), problem)
+        for problem in engine.problems(file.engine.args, {}) if engine is not None else ():
+            name = problem.partition(":")[0]
+            if name in file.engine.args:  # what else it says may be for lack of the settings
+                self.report(("engine", "args", name), problem)
         return engine
 
     def _names(self, file: SpaceFile, engine: EngineFacts | None) -> None:
@@ -246,12 +250,31 @@ class Checker:
 
     def _combinations(self, space: Space, engine: EngineFacts | None) -> None:
         if engine is not None:
-            settings = {name: value for name, value in space.baseline.settings.items() if not name.startswith("env.")}
-            for problem in engine.problems(space.args, settings):
-                self.report(("baseline",), problem)
+            for problem in engine.problems(space.args, _engine_settings(space.baseline)):
+                self.report(_place(problem, space), problem)
         listed = space.listed()
-        if listed is not None and not set(listed) - {space.baseline.id}:
-            self.report(("rules",) if space.rules else ("parameters",), "no candidate is left besides the baseline")
+        if listed is None or self.problems:
+            return
+        others = [each.candidate for i, each in listed.items() if i != space.baseline.id]
+        path: Path = ("rules",) if space.rules else ("parameters",)
+        if not others:
+            self.report(path, "no candidate is left besides the baseline")
+        elif engine is not None:
+            refused = [engine.problems(space.args, _engine_settings(candidate)) for candidate in others]
+            if all(refused):
+                self.report(("parameters",), f"the engine takes none of the candidates: {refused[0][0]}")
+
+
+def _engine_settings(candidate: Candidate) -> dict[str, Setting]:
+    return {name: value for name, value in candidate.settings.items() if not name.startswith("env.")}
+
+
+def _place(problem: str, space: Space) -> Path:
+    """Where what an engine complains about stands: its sentences begin with the name of the setting."""
+    name = problem.partition(":")[0]
+    if name.startswith("args.") or name in space.args:
+        return ("engine", "args", name.removeprefix("args."))
+    return ("baseline", name) if name in space.baseline.settings else ("baseline",)
 
 
 def assignments(

@@ -164,10 +164,10 @@ class Controller:
             self.store.trials.record("duplicate", candidate.id, proposal, known, why)
         elif why_not := illegal(data.space, self.engine, candidate):
             self.store.trials.record("illegal", candidate.id, proposal, ILLEGAL, why_not)
-            self._event("illegal", f"trial {number}: {described(candidate)} is ruled out: {why_not}")
+            self._say("illegal", f"trial {number}: {described(candidate)} is ruled out: {why_not}")
         else:
             self.store.trials.begin("measured", candidate.id, proposal)
-            self._event("trial", f"trial {number}: {described(candidate)}", trial=number, candidate=candidate.id)
+            self._say("trial", f"trial {number}: {described(candidate)}", trial=number, candidate=candidate.id)
 
     def _idle(self, data: StudyData) -> int:
         """Trials since the last one that needed a launch."""
@@ -186,12 +186,12 @@ class Controller:
         self.store.put_pairs(data.pairs)
         self.store.trials.tell(trial.number, result, why)
         if trial.kind == "baseline":
-            self._event("baseline", "the baseline is measured")
+            self._say("baseline", "the baseline is measured")
         elif failure:
-            self._event("failed", f"trial {trial.number} has no score: {why}", trial=trial.number, kind=failure.kind)
+            self._say("failed", f"trial {trial.number} has no score: {why}", trial=trial.number, kind=failure.kind)
         else:
             said = ", ".join(f"{change(ratio)} at {level}" for level, ratio in sorted(result.ratios.items()))
-            self._event(
+            self._say(
                 "score",
                 f"trial {trial.number}: {change(result.value)} over the baseline in the search ({said})",
                 trial=trial.number,
@@ -263,7 +263,7 @@ class Controller:
                 self.store.put_block(launch, slot, block)
             rate = f"{block.tokens_per_s:.1f} tokens/s at {level}"
             if block.valid:
-                self._event("block", f"{self._named(data, slot.candidate_id)}: {rate}", level=level)
+                self._say("block", f"{self._named(data, slot.candidate_id)}: {rate}", level=level)
                 return
             red = ", ".join(gate.name for gate in block.gates if not gate.ok)
             self._event("invalid_block", f"{self._named(data, slot.candidate_id)}: {rate}, not valid: {red}", gates=red)
@@ -304,7 +304,7 @@ class Controller:
     def _finish(self, data: StudyData, reason: str) -> StudyData:
         self.store.put_pairs(data.pairs)
         self.store.finish(verdicts_of(recommendation(data)), reason)
-        self._event("done", f"the search has ended: {reason}")
+        self._say("done", f"the search has ended: {reason}")
         data = self.store.data()
         self.observer.state(data)
         return data
@@ -314,20 +314,25 @@ class Controller:
     def _working(self, data: StudyData, slot: Slot, launch: int) -> None:
         self.observer.working(slot, "start")
         count = f"launch {launches_used(data) + 1} of {data.budget.launches}"
-        self._event("launch", f"{count}: {self._named(data, slot.candidate_id)} ({slot.role})", launch=launch)
+        self._say("launch", f"{count}: {self._named(data, slot.candidate_id)} ({slot.role})", launch=launch)
 
     def _report_failure(self, data: StudyData, slot: Slot, failure: Failure) -> None:
         message = f"{self._named(data, slot.candidate_id)}: {failure.kind} ({failure.phase}): {failure.message}"
-        self._event("failure", message, kind=failure.kind, blame=failure.blame)
+        self._say("failure", message, kind=failure.kind, blame=failure.blame)
 
     def _named(self, data: StudyData, candidate_id: str) -> str:
         if candidate_id == data.baseline.id:
             return "the baseline"
         return described(data.candidates[candidate_id])
 
-    def _event(self, kind: str, message: str, /, **facts: Any) -> None:
-        self.store.event(kind, message)
+    def _say(self, kind: str, message: str, /, **facts: Any) -> None:
+        """Tells the observer what the records show anyway."""
         self.observer.event(Event(kind, message, facts))
+
+    def _event(self, kind: str, message: str, /, **facts: Any) -> None:
+        """Tells it, and keeps it: no other record shows it."""
+        self.store.event(kind, message)
+        self._say(kind, message, **facts)
 
 
 def _nothing_measured(level: int) -> Failure:

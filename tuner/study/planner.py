@@ -215,12 +215,25 @@ def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int 
     if idle >= policy.max_idle_trials:
         return f"the last {idle} proposals were known or ruled out"
     if data.budget.hours is not None and data.measured:
-        ended = [launch.duration_s for launch in data.launches if launch.state == "done"]
-        ahead = (reserve + 1) * (sum(ended) / len(ended) if ended else 0.0)
+        ahead = (reserve + needs) * mean_launch_s(data)
         if data.elapsed_s + ahead > 3600 * data.budget.hours:
             kept = f", {ahead / 3600:.2g} h kept for what remains" if reserve else ""
             return f"{data.elapsed_s / 3600:.2g} of {data.budget.hours:g} hours used{kept}"
     return None
+
+
+def mean_launch_s(data: StudyData) -> float:
+    """Seconds that a launch of this study takes; 0 before one has ended."""
+    ended = [launch.duration_s for launch in data.launches if launch.state == "done"]
+    return sum(ended) / len(ended) if ended else 0.0
+
+
+def affordable(data: StudyData) -> int:
+    """Launches that the budget still has room for."""
+    left = data.budget.launches - launches_used(data)
+    if data.budget.hours is not None and (each := mean_launch_s(data)):
+        left = min(left, int((3600 * data.budget.hours - data.elapsed_s) // each))
+    return left
 
 
 def finalists(data: StudyData, policy: Policy, pairs: int) -> tuple[str, ...]:
@@ -242,7 +255,7 @@ def finalists(data: StudyData, policy: Policy, pairs: int) -> tuple[str, ...]:
         if best is not None and scores[best].ratios[level] > 0 and best not in chosen:
             chosen.append(best)
     confirmed = {c for confirmation in data.confirmations for c in confirmation.finalists}
-    room = (data.budget.launches - launches_used(data)) // pairs - 1 if pairs else 0
+    room = affordable(data) // pairs - 1
     fresh = [c for c in chosen if c not in confirmed]
     # The search has kept enough for its best, whatever retries have cost; all others live on what is left.
     most = max(room, 1 if chosen[:1] == fresh[:1] and not dropped else 0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tuner.records import Candidate
 from tuner.study.data import StudyData
-from tuner.study.planner import POLICIES, launches_used, planned_pairs
+from tuner.study.planner import POLICIES, launches_used, mean_launch_s, planned_pairs
 from tuner.study.score import Score, score
 
 
@@ -83,7 +83,5 @@ def launches_left(data: StudyData) -> int:
 
 def time_left_s(data: StudyData) -> float | None:
     """Seconds until the end, at the pace so far; None while no launch has ended."""
-    ended = [launch.duration_s for launch in data.launches if launch.state == "done"]
-    if not ended:
-        return None
-    return launches_left(data) * sum(ended) / len(ended)
+    each = mean_launch_s(data)
+    return launches_left(data) * each if each else None

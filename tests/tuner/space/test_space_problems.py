@@ -36,7 +36,9 @@ class FakeEngine:
     }
 
     def problems(self, args, settings):
-        return ["speculation: ngram cannot be the baseline here"] if settings.get("speculation") == "ngram" else []
+        if settings.get("speculation") == "ngram" and "num_steps" not in settings:
+            return ["speculation: ngram cannot be the baseline here"]
+        return ["num_steps: 8 never works"] if settings.get("num_steps") == 8 else []
 
     def check_model(self, model):
         return None if model == "m" else f"model '{model}' does not exist"
@@ -104,6 +106,7 @@ def test_the_good_file_is_good():
         ("low: 1, high: 4", "low: 1, high: 4, step: 2", 7, "parameters.num_steps", "3 is"),
         ("low: 1, high: 4", "low: 1, high: 4, step: 0", 7, "parameters.num_steps.step", "above 0"),
         ("low: 1, high: 4", "low: 1, high: 1e3", 7, "parameters.num_steps.high", "not valid"),
+        ("low: 1, high: 4", "low: 8, high: 8", 5, "parameters", "takes none of the candidates: num_steps: 8"),
         ("low: 1, high: 4", "low: one, high: 4", 7, "parameters.num_steps.low", "must be a number"),
         ("num_steps: {low", "num_step: {low", 7, "parameters.num_step", "did you mean 'num_steps'?"),
         ("speculation != 'none'", "speculatoin != 'none'", 7, "parameters.num_steps.when", "'speculation'?"),
@@ -115,7 +118,7 @@ def test_the_good_file_is_good():
         ("speculation != 'none'", "speculation ! 'none'", 7, "parameters.num_steps.when", "'not'"),
         ("baseline: {speculation: none}", "baseline: {speculaton: none}", 4, "baseline.speculaton", "did you mean"),
         ("baseline: {speculation: none}", "baseline: {speculation: nope}", 4, "baseline.speculation", "not valid"),
-        ("baseline: {speculation: none}", "baseline: {speculation: ngram}", 4, "baseline", "cannot be the baseline"),
+        ("baseline: {speculation: none}", "baseline: {speculation: ngram}", 4, "baseline.speculation", "cannot be"),
         ("baseline: {speculation: none}", "baseline: {tp: 1}", 4, "baseline.tp", "also fixed"),
         ("args: {tp: 1}", "args: {speculation: ngram}", 6, "parameters.speculation", "also fixed"),
         ("name: toy", "name: a/../b", 1, "name", "not usable as a name"),

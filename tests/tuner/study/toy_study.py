@@ -156,6 +156,8 @@ class ToyMachine:
     measured: list[tuple[str, int, str, int]] = field(default_factory=list)
     reaped: list[Mapping[str, str]] = field(default_factory=list)
     running: set[int] = field(default_factory=set)
+    clock: Clock | None = None
+    block_s: float = 10.0
 
     def free_port(self) -> int:
         return 30000 + len(self.starts)
@@ -183,6 +185,8 @@ class ToyMachine:
     ) -> Outcome:
         if failure := self.fails(f"bench{concurrency}", record.settings, len(self.starts)):
             return Outcome(None, failure)
+        if self.clock is not None:
+            self.clock.now += self.block_s
         self.measured.append((str(sorted(record.settings.items())), concurrency, role, seed))
         count = sum(each[:3] == self.measured[-1][:3] for each in self.measured)
         # A little noise, the same for the same request seed and candidate: what is measured is a pure function.
@@ -200,9 +204,14 @@ def space(text: str = SPACE, *overrides: str) -> Space:
     return parse_space(text, source="toy.yaml", overrides=overrides)
 
 
-def clock() -> Callable[[], float]:
-    ticks = iter(range(10**9))
-    return lambda: 1_000_000.0 + next(ticks)
+class Clock:
+    """Stands still unless a block is measured."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def study(folder: Path, the_space: Space | None = None, name: str = "toy") -> StudyStore:
@@ -210,14 +219,15 @@ def study(folder: Path, the_space: Space | None = None, name: str = "toy") -> St
     url = f"sqlite:///{folder / 'study.db'}"
     the_space = the_space or space()
     if study_exists(name, url):
-        return open_study(name, url, clock())
+        return open_study(name, url, Clock())
     budget = Budget(**the_space.budget.model_dump())
     return create_study(
-        name, space=the_space, space_text="", fingerprint={}, seed=7, budget=budget, storage=url, clock=clock()
+        name, space=the_space, space_text="", fingerprint={}, seed=7, budget=budget, storage=url, clock=Clock()
     )
 
 
 def controller(
     store: Any, machine: Any, engine: Any = None, *, policy: Policy = POLICIES["short"], folder: Path = Path("logs")
 ) -> Controller:
+    machine.clock = getattr(store, "clock", None)
     return Controller(store, engine or ToyEngine(), machine, policy=policy, folder=folder)

@@ -1,0 +1,353 @@
+"""What a whole study does, on a machine whose speed is a function of the candidate."""
+
+import math
+from collections import Counter
+
+import optuna
+import pytest
+
+from tests.tuner.study.toy_study import (
+    SPACE,
+    Mismatch,
+    ToyEngine,
+    ToyMachine,
+    controller,
+    space,
+    speed,
+    study,
+)
+from tuner.errors import EnvironmentBroken, StudyStopped
+from tuner.records import Failure
+from tuner.study.data import Slot
+from tuner.study.decide import recommendation
+from tuner.study.planner import Policy
+from tuner.study.score import PESSIMISTIC
+from tuner.study.summary import summary
+
+
+def run(tmp_path, machine=None, engine=None, the_space=None, policy=None):
+    store = study(tmp_path, the_space)
+    machine = machine or ToyMachine()
+    data = controller(store, machine, engine, policy=policy or Policy()).run()
+    return data, machine, store
+
+
+def fails(phase, kind="startup_crash", when=lambda settings, count: True, **facts):
+    failure = Failure(kind, "start", "it broke", **facts)
+    return lambda at, settings, count: failure if at == phase and when(settings, count) else None
+
+
+def test_the_baseline_comes_first_and_the_budget_is_kept(tmp_path):
+    data, machine, _ = run(tmp_path)
+    assert machine.starts[0] == {"speculation": "none"}
+    assert data.trials[0].kind == "baseline"
+    assert len(machine.starts) == data.budget.launches == 14
+    assert data.state == "done"
+
+
+def test_one_launch_serves_all_levels(tmp_path):
+    _data, machine, _ = run(tmp_path)
+    assert len(machine.measured) == 2 * len(machine.starts)
+    assert not machine.running
+
+
+def test_the_confirmation_is_fresh_launches_in_mirrored_order_on_held_out_prompts(tmp_path):
+    data, _machine, _ = run(tmp_path)
+    (confirmation,) = data.confirmations
+    (_winner,) = confirmation.finalists
+    order = ["A" if launch.slot.candidate_id == data.baseline.id else "B" for launch in data.launches[-8:]]
+    assert "".join(order) == "ABBABAAB"
+    confirmed = [pair for pair in data.pairs if pair.role == "confirm"]
+    assert Counter(pair.concurrency for pair in confirmed) == {1: 4, 8: 4}
+    assert all(data.blocks[pair.candidate_block].role == "confirm" for pair in confirmed)
+
+
+def test_both_blocks_of_a_pair_get_the_same_requests_and_every_repetition_others(tmp_path):
+    _data, machine, _ = run(tmp_path)
+    seeds = {}
+    for candidate, level, role, seed in machine.measured:
+        seeds.setdefault((role, level), {}).setdefault(candidate, []).append(seed)
+    for (role, _level), by_candidate in seeds.items():
+        drawn = {tuple(sorted(values)) for values in by_candidate.values()}
+        assert len(drawn) == 1
+        assert len(set(drawn.pop())) == (4 if role == "confirm" else 1)
+
+
+def test_the_recommendation_is_the_best_candidate(tmp_path):
+    data, _, _ = run(tmp_path, the_space=space(SPACE, "budget.launches=30"))
+    found = recommendation(data)
+    assert found.overall.winner.settings == {"disable_batch_threshold": 4, "num_steps": 3, "speculation": "ngram"}
+    assert found.per_concurrency[1].winner is None
+
+
+def test_no_candidate_is_launched_twice_in_the_search(tmp_path):
+    data, _machine, _ = run(tmp_path, the_space=space(SPACE, "budget.launches=40"))
+    searched = [launch.slot.candidate_id for launch in data.launches if launch.slot.role == "screen"]
+    assert len(searched) == len(set(searched))
+    assert any(trial.kind == "duplicate" for trial in data.trials)
+
+
+def test_a_duplicate_is_told_what_is_known(tmp_path):
+    data, _, _ = run(tmp_path)
+    for trial in data.trials:
+        first = next(other for other in data.trials if other.candidate_id == trial.candidate_id)
+        assert trial.value == first.value
+        assert trial.constraints == first.constraints
+
+
+def test_the_search_ends_when_a_finite_space_is_exhausted(tmp_path):
+    data, _machine, _ = run(tmp_path, the_space=space(SPACE, "budget.launches=100"))
+    assert data.reason == "every candidate of the space has been tried"
+    legal = set(data.space.listed())
+    assert legal <= {trial.candidate_id for trial in data.trials}
+    assert len(data.measured) == len(legal - {data.baseline.id}) == 7
+
+
+def test_an_exhausted_space_leaves_launches_for_the_best_at_each_level(tmp_path):
+    def crossing(settings, level):
+        steps = settings.get("num_steps", 0)
+        return 100 * level * (1 + 0.1 * steps if level == 1 else 1.05 - 0.02 * steps if steps else 1)
+
+    data, _, _ = run(tmp_path, ToyMachine(speed=crossing), the_space=space(SPACE, "budget.launches=100"))
+    found = recommendation(data)
+    assert len(data.confirmations[0].finalists) >= 2
+    assert found.per_concurrency[0].winner.settings["num_steps"] == 4
+    assert found.per_concurrency[1].winner.settings["num_steps"] == 1
+
+
+def test_the_search_stops_at_the_number_of_candidates(tmp_path):
+    data, _, _ = run(tmp_path, the_space=space(SPACE, "budget.candidates=2"))
+    assert len(data.measured) == 2
+    assert data.reason == "2 of 2 candidates tried"
+
+
+def test_the_search_stops_at_the_hours_and_still_confirms(tmp_path):
+    # Two blocks of 10 s make a launch of 20 s; 288 s are 14 launches, 8 of them for the confirmation.
+    data, _, _ = run(tmp_path, the_space=space(SPACE, "budget.launches=40", "budget.hours=0.08"))
+    assert "of 0.08 hours used" in data.reason
+    assert data.confirmations[0].pairs == 4
+    assert len(data.measured) == 5
+    assert data.elapsed_s == 280
+
+
+def test_a_small_budget_searches_and_says_that_it_cannot_confirm(tmp_path):
+    data, machine, _ = run(tmp_path, the_space=space(SPACE, "budget.launches=3"))
+    assert len(machine.starts) == 3
+    assert recommendation(data).overall.winner is None
+    assert data.state == "done"
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["start", "ready", "smoke", "bench1", "bench8"])
+def test_a_failed_candidate_is_told_as_complete_infeasible_and_finite(tmp_path, phase):
+    deep = fails(phase, when=lambda settings, count: settings.get("num_steps", 0) >= 3)
+    data, _, _ = run(tmp_path, ToyMachine(fails=deep), the_space=space(SPACE, "budget.launches=40"))
+    failed = [t for t in data.measured if data.candidates[t.candidate_id].settings["num_steps"] >= 3]
+    assert len(failed) == 3
+    for trial in failed:
+        assert (trial.value, trial.constraints) == (PESSIMISTIC, {"launch": 1.0})
+        assert trial.why.startswith("startup_crash")
+    assert summary(data).failures == {"startup_crash": 3}
+    assert recommendation(data).overall.winner.settings["num_steps"] == 2
+
+
+def test_every_trial_in_optuna_is_complete_with_a_finite_value_and_constraints(tmp_path):
+    deep = fails("bench8", when=lambda settings, count: settings.get("num_steps", 0) >= 3)
+    _, _, store = run(tmp_path, ToyMachine(fails=deep), the_space=space(SPACE, "budget.launches=40"))
+    study = optuna.load_study(study_name="toy", storage=str(store.engine.url))
+    assert {trial.state for trial in study.trials} == {optuna.trial.TrialState.COMPLETE}
+    assert all(math.isfinite(trial.value) and trial.constraints for trial in study.trials)
+    assert study.best_trial.params["num_steps"] == 2
+
+
+def test_blocks_before_a_failure_are_kept_and_never_become_a_score(tmp_path):
+    last = fails("bench8", "died_mid_bench", when=lambda settings, count: settings.get("num_steps") == 3)
+    data, _, _ = run(tmp_path, ToyMachine(fails=last), the_space=space(SPACE, "budget.launches=40"))
+    trial = next(t for t in data.measured if data.candidates[t.candidate_id].settings["num_steps"] == 3)
+    kept = data.by_slot.get(Slot(trial.candidate_id, "screen", 0), ())
+    assert {stored.concurrency for stored in kept} <= {1}
+    assert trial.value == PESSIMISTIC
+
+
+def test_what_a_rule_or_the_engine_rules_out_is_never_launched(tmp_path):
+    engine = ToyEngine(problems=lambda settings: ["two is odd"] if settings.get("num_steps") == 2 else [])
+    data, machine, _ = run(tmp_path, engine=engine, the_space=space(SPACE, "budget.launches=60"))
+    assert all(settings.get("num_steps") != 2 for settings in machine.starts)
+    assert {"num_steps": 4, "disable_batch_threshold": 4, "speculation": "ngram"} not in machine.starts
+    illegal = [trial for trial in data.trials if trial.kind == "illegal"]
+    assert illegal
+    assert all(t.value == PESSIMISTIC and t.constraints["legal"] > 0 for t in illegal)
+    assert data.reason == "every candidate of the space has been tried"
+
+
+@pytest.mark.parametrize(
+    ("mismatch", "kind"),
+    [
+        (Mismatch("num_steps", 3, 2, "too deep"), "capped_effective"),
+        (Mismatch("num_steps", 3, None), "no_op_setting"),
+        (Mismatch("speculation", "ngram", "none"), "spec_inactive"),
+    ],
+)
+def test_a_candidate_whose_settings_are_not_in_effect_is_never_scored(tmp_path, mismatch, kind):
+    engine = ToyEngine(mismatches=lambda settings: [mismatch] if settings.get("num_steps") == 3 else [])
+    data, machine, _ = run(tmp_path, engine=engine, the_space=space(SPACE, "budget.launches=40"))
+    trials = [t for t in data.measured if data.candidates[t.candidate_id].settings["num_steps"] == 3]
+    assert [(t.value, t.why.partition(":")[0]) for t in trials] == [(PESSIMISTIC, kind)] * 2
+    assert not any("('num_steps', 3)" in measured[0] for measured in machine.measured)
+
+
+def test_a_failed_baseline_stops_the_study_and_can_be_resumed(tmp_path):
+    machine = ToyMachine(fails=fails("ready", when=lambda settings, count: count <= 1))
+    store = study(tmp_path)
+    with pytest.raises(StudyStopped, match="startup_crash") as stopped:
+        controller(store, machine).run()
+    assert stopped.value.exit_code == 1
+    assert store.data().state == "stopped"
+    assert store.data().trials[0].running
+    assert controller(store, machine).run().state == "done"
+    assert store.data().trials[0].value == 0.0
+
+
+def test_the_machines_fault_is_tried_again_and_not_held_against_the_candidate(tmp_path):
+    first = fails(
+        "start", "port_conflict", when=lambda settings, count: count in (3, 4), blame="environment", retryable=True
+    )
+    data, machine, _ = run(tmp_path, ToyMachine(fails=first), the_space=space(SPACE, "budget.launches=16"))
+    assert machine.starts[2] == machine.starts[3] == machine.starts[4]
+    assert all(trial.feasible or "min_speedup" in trial.constraints for trial in data.measured)
+    assert summary(data).failures == {"port_conflict": 2}
+    assert len(machine.starts) == 16
+
+
+def test_a_machine_that_stays_broken_stops_the_study_and_can_be_resumed(tmp_path):
+    broken = {"now": True}
+    failure = Failure("transient_env", "start", "still busy", blame="environment", retryable=True)
+    machine = ToyMachine(
+        fails=lambda phase, settings, count: (
+            failure if broken["now"] and phase == "start" and settings.get("num_steps") else None
+        )
+    )
+    store = study(tmp_path)
+    with pytest.raises(EnvironmentBroken, match="transient_env") as stopped:
+        controller(store, machine).run()
+    assert stopped.value.exit_code == 3
+    assert len(machine.starts) == 1 + 3
+    assert store.data().trials[-1].running
+    broken["now"] = False
+    data = controller(store, machine).run()
+    assert data.state == "done"
+    assert all(trial.value != PESSIMISTIC for trial in data.measured)
+
+
+def test_what_cannot_be_mended_by_trying_again_is_not_tried_again(tmp_path):
+    machine = ToyMachine(fails=fails("start", "env_broken", blame="environment"))
+    with pytest.raises(EnvironmentBroken):
+        controller(study(tmp_path), machine).run()
+    assert len(machine.starts) == 1
+
+
+def test_when_every_candidate_fails_the_study_ends_without_a_winner(tmp_path):
+    data, _, _ = run(tmp_path, ToyMachine(fails=fails("smoke", when=lambda settings, count: len(settings) > 1)))
+    assert data.state == "done"
+    found = recommendation(data)
+    assert found.overall.winner is None
+    assert "no comparison possible" in found.overall.why
+
+
+def test_a_block_that_fails_its_gates_is_measured_once_more_and_both_are_kept(tmp_path):
+    data, _machine, _ = run(tmp_path, ToyMachine(valid=lambda settings, level, count: count > 1 or level == 1))
+    first = [b for b in data.blocks.values() if b.candidate_id == data.baseline.id and b.role == "screen"]
+    assert [(b.concurrency, b.block.valid) for b in first if b.concurrency == 8] == [(8, False), (8, True)]
+    assert data.state == "done"
+
+
+def test_a_candidate_whose_blocks_never_pass_has_no_score(tmp_path):
+    def valid(settings, level, count):
+        return not (settings.get("num_steps") == 3 and level == 8)
+
+    data, _, _ = run(tmp_path, ToyMachine(valid=valid), the_space=space(SPACE, "budget.launches=40"))
+    trials = [t for t in data.measured if data.candidates[t.candidate_id].settings["num_steps"] == 3]
+    assert [(t.value, t.why.partition(":")[0]) for t in trials] == [(PESSIMISTIC, "client_bound")] * 2
+
+
+def test_a_baseline_whose_blocks_never_pass_stops_the_study(tmp_path):
+    with pytest.raises(StudyStopped, match="client_bound"):
+        controller(study(tmp_path), ToyMachine(valid=lambda settings, level, count: level == 1)).run()
+
+
+def test_a_finalist_that_fails_in_confirmation_cannot_win_and_the_next_takes_its_place(tmp_path):
+    def late(phase, settings, count):
+        crash = Failure("died_mid_bench", "bench", "it died")
+        return crash if settings.get("num_steps") == 3 and phase == "bench8" and count > 12 else None
+
+    data, _, _ = run(tmp_path, ToyMachine(fails=late), the_space=space(SPACE, "budget.launches=40"))
+    found = recommendation(data)
+    assert len(data.confirmations) >= 2 or len(data.confirmations[0].finalists) >= 2
+    assert found.overall.winner.settings["num_steps"] != 3
+    assert any("failed in confirmation" in note for note in found.advice)
+
+
+def test_a_guard_keeps_a_candidate_from_the_overall_place(tmp_path):
+    def traded(settings, level):
+        steps = settings.get("num_steps", 0)
+        return 100 * (1 + 0.2 * steps if level == 1 else 1 - 0.06 * steps)
+
+    data, _, _ = run(tmp_path, ToyMachine(speed=traded), the_space=space(SPACE, "budget.launches=60"))
+    assert all(not trial.feasible for trial in data.measured)
+    assert all("min_speedup" in trial.constraints for trial in data.measured)
+    found = recommendation(data)
+    assert found.overall.winner is None
+    assert found.per_concurrency[0].winner.settings["num_steps"] == 4
+
+
+# -- going on ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_study_starts_nothing(tmp_path):
+    _, _machine, store = run(tmp_path)
+    before = store.data()
+    again = ToyMachine()
+    controller(store, again).run()
+    assert again.starts == []
+    assert store.data().blocks == before.blocks
+    assert len(store.data().trials) == len(before.trials)
+
+
+def test_two_studies_of_one_seed_propose_the_same(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one, two = run(tmp_path / "a")[0], run(tmp_path / "b")[0]
+    assert [t.params for t in one.trials] == [t.params for t in two.trials]
+
+
+def test_stored_pairs_are_those_that_the_blocks_make_up(tmp_path):
+    data, _, store = run(tmp_path)
+    assert store.stored_pairs() == data.pairs
+    assert {verdict.candidate_id for verdict in data.verdicts} == set(data.confirmations[0].finalists)
+
+
+def test_the_full_profile_measures_the_baseline_again_and_pairs_with_the_latest(tmp_path):
+    text = SPACE.replace("profile: short", "profile: full").replace("high: 4", "high: 8")
+    drift = {"now": 1.0}
+
+    def drifting(settings, level):
+        drift["now"] *= 0.999
+        return 100 * drift["now"] * (1 + 0.01 * settings.get("num_steps", 0))
+
+    data, _machine, _ = run(
+        tmp_path, ToyMachine(speed=drifting), the_space=space(text, "budget.launches=60"), policy=Policy(pairs=8)
+    )
+    screened = [launch.slot for launch in data.launches if launch.slot.role == "screen"]
+    refreshes = [slot.repetition for slot in screened if slot.candidate_id == data.baseline.id]
+    assert refreshes == [0, 1, 2]
+    for pair in data.pairs:
+        if pair.role == "screen":
+            between = data.blocks[pair.candidate_block].order - data.blocks[pair.baseline_block].order
+            assert 0 < between <= 2 * 7
+    assert len([p for p in data.pairs if p.role == "confirm" and p.concurrency == 1]) >= 8
+
+
+def test_speed_is_a_function_of_the_candidate():
+    assert speed({"speculation": "none"}, 1) == 100
