@@ -200,7 +200,7 @@ class _Server:
             return 0
         if self._model.fatal is not None and self._model.fatal.traceback:
             sys.stderr.write(self._model.fatal.traceback.rstrip() + "\n")
-        log.critical("%s", self._failure)
+        log.critical("%s", " ".join(self._failure.split()))
         return 1
 
 

@@ -17,7 +17,7 @@ BAD = [
     (C, {"prompt": 5}, "prompt"),
     (C, {"prompt": None}, "prompt"),
     (C, {"prompt": [1, "a"]}, "prompt"),
-    (C, {"prompt": [1, 263]}, "prompt"),
+    (C, {"prompt": [1, 264]}, "prompt"),
     (C, {"prompt": [-1]}, "prompt"),
     (C, {"prompt": [[97], [10**30]]}, "prompt"),
     (C, {"prompt": ["a"] * 129}, "prompt"),

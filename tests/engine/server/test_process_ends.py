@@ -78,6 +78,16 @@ def test_when_the_model_process_ends_everything_ends_with_the_cause(start, promp
     assert _gone(server.model_pid())
 
 
+def test_an_exception_in_the_frontend_ends_everything_with_the_cause(start):
+    server = start()
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "<|garble|>"}, timeout=20)
+    assert answer.status_code == 503
+    assert server.end() == 1
+    assert "frontend failed: " in server.lines()[-1]
+    assert "Traceback" in server.log.read_text()
+    assert _gone(server.model_pid())
+
+
 def test_a_killed_model_process_is_noticed_without_traffic(start):
     server = start()
     assert server.url

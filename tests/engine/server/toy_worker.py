@@ -13,7 +13,7 @@ from engine.ipc.messages import Abort, Answer, Ask, Fatal, Ready, Shutdown, Subm
 
 CONTEXT = 512
 VOCAB = 300  # more rows than the tokenizer has ids, as usual
-END, END_OF_TEXT, RAISE, KILL, EXIT, REFUSE, SILENT = range(256, 263)
+END, END_OF_TEXT, RAISE, KILL, EXIT, REFUSE, SILENT, GARBLE = range(256, 264)
 SPECIAL_TEXT = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -22,6 +22,7 @@ SPECIAL_TEXT = (
     "<|exit|>",
     "<|refuse|>",
     "<|silent|>",
+    "<|garble|>",
 )
 
 
@@ -43,6 +44,8 @@ def main(config: EngineConfig, connection: Connection) -> int:
             message = connection.recv()
             if isinstance(message, Submit):
                 _misbehave(message.prompt_ids)
+                if GARBLE in message.prompt_ids:
+                    connection.send("not one of the messages")
                 if REFUSE in message.prompt_ids:
                     connection.send(Tokens((TokenUpdate(message.rid, (), "error", "this prompt is refused"),)))
                 else:
