@@ -1,0 +1,124 @@
+"""Which launch of a study is deployed: a pure function of its records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from statistics import fmean
+
+from tuner.errors import TunerError, UsageError
+from tuner.export.provenance import Figure, Provenance, record_hash
+from tuner.judge.text import verdict_phrase
+from tuner.records import LaunchRecord, Recommendation
+from tuner.space import nearest
+from tuner.study.data import Slot, StoredLaunch, StudyData
+from tuner.study.decide import recommendation
+
+
+@dataclass(frozen=True)
+class Deployable:
+    """A launch record to deploy, where it comes from, and what to tell the user about it (`note`, or "")."""
+
+    record: LaunchRecord
+    provenance: Provenance
+    note: str
+
+
+def choose(data: StudyData, candidate_id: str | None = None) -> Deployable:
+    """The overall winner's launch; without a winner the baseline's; or that of the candidate that is named.
+
+    A candidate may have been launched many times. Its last launch that ended well counts, one of the confirmation
+    before one of the search.
+
+    Raises:
+        UsageError: the study has no such candidate.
+        TunerError: the candidate was never launched to a good end.
+    """
+    found = recommendation(data)
+    winner = found.overall.winner
+    note = ""
+    if candidate_id is not None:
+        wanted = _named(data, candidate_id)
+        decision = _said_of(found, wanted)
+        if winner is None or wanted != winner.id:
+            note = f"Candidate {wanted} is not what the study recommends ({decision})."
+    elif winner is not None:
+        wanted, decision = winner.id, _said_of(found, winner.id)
+    else:
+        wanted = data.baseline.id
+        decision = f"no winner: keep the baseline, because {found.overall.why}"
+        note = f"No winner: keep the baseline. This is the baseline, as it was measured. ({found.overall.why})"
+    if data.state != "done":
+        note = f"{note} The study is not done ({data.state}); this is what its records say so far.".strip()
+    launch = _last_good(data, wanted)
+    if launch is None or launch.record is None:
+        raise TunerError(
+            f"candidate {wanted} has no launch that ended well, so nothing that was measured could be deployed. "
+            f"Nothing was written; `tuner report {data.name}` says what failed."
+        )
+    provenance = Provenance(
+        study=data.name,
+        launch=launch.id,
+        candidate=wanted,
+        decision=decision,
+        record_hash=record_hash(launch.record),
+        engine=launch.record.engine,
+        engine_version=launch.record.engine_version,
+        measured_at=datetime.fromtimestamp(launch.started_at, UTC).isoformat(timespec="seconds"),
+        machine=dict(data.fingerprint.get("hardware", {})),
+        figures=_figures(data, wanted),
+    )
+    return Deployable(launch.record, provenance, note)
+
+
+def _named(data: StudyData, candidate_id: str) -> str:
+    if candidate_id == "baseline":
+        return data.baseline.id
+    if candidate_id in data.candidates:
+        return candidate_id
+    close = nearest(candidate_id, data.candidates)
+    meant = f"; did you mean '{close}'?" if close else "."
+    raise UsageError(
+        f"study {data.name} has no candidate '{candidate_id}'{meant} `tuner report {data.name}` lists them. "
+        f"Nothing was written."
+    )
+
+
+def _said_of(found: Recommendation, candidate_id: str) -> str:
+    overall = found.overall
+    if overall.winner is not None and overall.winner.id == candidate_id and overall.verdict is not None:
+        return f"winner overall: {verdict_phrase(overall.verdict)}, because {overall.why}"
+    levels = [
+        f"winner at concurrency {choice.concurrency}: {verdict_phrase(choice.verdict)}"
+        for choice in found.per_concurrency
+        if choice.winner is not None and choice.winner.id == candidate_id and choice.verdict is not None
+    ]
+    return "; ".join(levels) or "exported by name, not a winner"
+
+
+def _last_good(data: StudyData, candidate_id: str) -> StoredLaunch | None:
+    good = [
+        launch
+        for launch in data.launches
+        if launch.slot.candidate_id == candidate_id and launch.state == "done" and launch.record is not None
+    ]
+    return max(good, key=lambda launch: (launch.slot.role == "confirm", launch.id), default=None)
+
+
+def _figures(data: StudyData, candidate_id: str) -> tuple[Figure, ...]:
+    """Means over the confirmation's valid blocks, or over the search's at a level without any."""
+    found = []
+    for level in data.levels:
+        for role in ("confirm", "screen"):
+            rates = _rates(data, candidate_id, level, role)
+            if rates:
+                base = _rates(data, data.baseline.id, level, role)
+                found.append(Figure(level, fmean(rates), fmean(base) if base else None, len(rates), role))
+                break
+    return tuple(found)
+
+
+def _rates(data: StudyData, candidate_id: str, level: int, role: str) -> list[float]:
+    slots = [slot for slot in data.by_slot if slot.candidate_id == candidate_id and slot.role == role]
+    blocks = [data.block(Slot(slot.candidate_id, slot.role, slot.repetition), level) for slot in slots]
+    return [stored.block.tokens_per_s for stored in blocks if stored is not None]
