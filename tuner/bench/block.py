@@ -24,7 +24,7 @@ from tuner.bench.trace import Trace, UsageMode, read_exchange
 from tuner.errors import UsageError
 from tuner.records import Block, Failure, Role
 
-POLL_S = 0.02
+POLL_S = 0.05
 LOOK_EVERY_S = 0.2
 REPORT_EVERY_S = 0.5
 DEATH_GRACE_S = 1.0
@@ -248,7 +248,7 @@ class _BlockRun:
         # The counters may have been read a moment before the window; what ended before that is of no use.
         traces = tuple(read_exchange(exchange) for exchange in client.finished if exchange.end_ns > start_ns - NS)
         idle = [e.idle_ns for e in client.finished if e.idle_ns and start_ns <= e.sent_ns < end_ns]
-        edge = NS // 20
+        edge = NS // 10
         return Recording(
             concurrency=self.concurrency,
             max_tokens=self.sampling.max_tokens,
@@ -322,6 +322,8 @@ class _BlockRun:
             return not to_the_end and bool(exchange.events) and exchange.events[-1][0] >= end_ns
 
         await self._until(lambda: after.done() and (all(map(heard, open_then)) or monotonic_ns() >= limit_ns))
+        if after.result() is None:
+            return
         # The counters were read a little after the window; the streams must be known up to there, too.
         read_ns = monotonic_ns()
         limit_ns = max(limit_ns, read_ns + NS)

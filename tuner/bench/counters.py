@@ -13,7 +13,8 @@ class Dialect:
     """How one engine names its counters.
 
     `generated` is None where the engine counts tokens only when a request ends (SGLang), which says nothing about a
-    window. Accept length is 1 + accepted / steps, or emitted / steps where `emitted` is counted instead.
+    window. Accept length is 1 + accepted / steps, or emitted / steps where `emitted` is counted instead. `exactly` is
+    labelled with the number of drafts that a step accepted, `at_least` with the position of an accepted draft, from 0.
     """
 
     engine: str
@@ -21,6 +22,13 @@ class Dialect:
     steps: str
     accepted: str | None = None
     emitted: str | None = None
+    exactly: tuple[str, str] | None = None
+    at_least: tuple[str, str] | None = None
+
+    @property
+    def totals(self) -> tuple[str, ...]:
+        """Names of the counters that are summed over their labels."""
+        return tuple(name for name in (self.generated, self.steps, self.accepted, self.emitted) if name)
 
 
 DIALECTS = (
@@ -29,12 +37,14 @@ DIALECTS = (
         generated="engine_generated_tokens_total",
         steps="engine_spec_verify_steps_total",
         accepted="engine_spec_accepted_tokens_total",
+        exactly=("engine_spec_rounds_by_accepted_total", "accepted"),
     ),
     Dialect(
         "vllm",
         generated="vllm:generation_tokens_total",
         steps="vllm:spec_decode_num_drafts_total",
         accepted="vllm:spec_decode_num_accepted_tokens_total",
+        at_least=("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position"),
     ),
     Dialect(
         "sglang",
@@ -47,7 +57,10 @@ DIALECTS = (
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Counter values by name, summed over their labels (ranks, models), read between two instants."""
+    """Counter values by name, summed over their labels (ranks, models), read between two instants.
+
+    A counter per depth has one value per label, under `name/label`.
+    """
 
     asked_ns: int
     answered_ns: int
@@ -61,13 +74,18 @@ class Snapshot:
 
 def parse_snapshot(page: bytes, asked_ns: int, answered_ns: int) -> Snapshot | None:
     """The counters this project knows on a Prometheus page; None when there is none, or it is no such page."""
-    known = {name for d in DIALECTS for name in (d.generated, d.steps, d.accepted, d.emitted) if name}
+    totals = {name for d in DIALECTS for name in d.totals}
+    labelled = dict(entry for d in DIALECTS for entry in (d.exactly, d.at_least) if entry)
     values: dict[str, float] = {}
     try:
         for family in text_string_to_metric_families(page.decode("utf-8", "replace")):
             for sample in family.samples:
-                if sample.name in known:
-                    values[sample.name] = values.get(sample.name, 0.0) + float(sample.value)
+                key = sample.name
+                if key in labelled:
+                    key = f"{key}/{sample.labels.get(labelled[key], '')}"
+                elif key not in totals:
+                    continue
+                values[key] = values.get(key, 0.0) + float(sample.value)
     except ValueError:
         return None
     return Snapshot(asked_ns, answered_ns, values) if values else None
@@ -75,7 +93,10 @@ def parse_snapshot(page: bytes, asked_ns: int, answered_ns: int) -> Snapshot | N
 
 @dataclass(frozen=True)
 class CounterDelta:
-    """What the server counted between two snapshots. None: it does not count that."""
+    """What the server counted between two snapshots. None: it does not count that.
+
+    `accepted_at_depth[d - 1]` is how many verify steps accepted at least d drafts; empty where that is not told.
+    """
 
     start_ns: int
     end_ns: int
@@ -84,6 +105,7 @@ class CounterDelta:
     steps: float | None
     accepted: float | None
     emitted: float | None
+    accepted_at_depth: tuple[float, ...] = ()
 
     @property
     def accept_length(self) -> float | None:
@@ -118,4 +140,22 @@ def delta(before: Snapshot | None, after: Snapshot | None) -> CounterDelta | Non
         steps=change(dialect.steps),
         accepted=change(dialect.accepted),
         emitted=change(dialect.emitted),
+        accepted_at_depth=_by_depth(dialect, changes),
     )
+
+
+def _by_depth(dialect: Dialect, changes: Mapping[str, float]) -> tuple[float, ...]:
+    if dialect.at_least:
+        return tuple(_labelled(changes, dialect.at_least[0]))
+    if dialect.exactly:
+        exactly = _labelled(changes, dialect.exactly[0])
+        return tuple(sum(exactly[depth:]) for depth in range(1, len(exactly)))
+    return ()
+
+
+def _labelled(changes: Mapping[str, float], name: str) -> list[float]:
+    """Values of `name/0`, `name/1`, … as far as they go."""
+    values: list[float] = []
+    while (key := f"{name}/{len(values)}") in changes:
+        values.append(changes[key])
+    return values

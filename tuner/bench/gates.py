@@ -56,6 +56,9 @@ a warm-up that was not over. Only from `DRIFT_NEEDS_S` seconds on; a shorter win
 DRIFT_NEEDS_S = 20
 DRIFT_P = 0.001
 
+ENVIRONMENT_GATES = frozenset({"client_bound", "client_steals_cpu", "slow_turnaround", "loop_lag", "tokens_disagree"})
+"""Gates whose failure is the machine's, the client's or a stranger's doing, and is not held against a candidate."""
+
 
 @dataclass(frozen=True)
 class Observed:

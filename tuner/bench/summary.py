@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.bench import metrics
 from tuner.bench.client import usable_cores
-from tuner.bench.counters import Snapshot, delta
+from tuner.bench.counters import CounterDelta, Snapshot, delta
 from tuner.bench.gates import Observed, gates, half_drift
 from tuner.bench.trace import Trace
 from tuner.records import Block, Role
@@ -103,6 +103,7 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
             "server_emitted": change.emitted,
         }
         counters |= {name: value for name, value in told.items() if value is not None}
+        counters |= {f"accepted_at_depth_{i}": count for i, count in enumerate(change.accepted_at_depth, start=1)}
     block = Block(
         concurrency=seen.concurrency,
         role=role,
@@ -147,7 +148,7 @@ def trace_record(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _counter_check(seen: Recording, change: Any) -> dict[str, float]:
+def _counter_check(seen: Recording, change: CounterDelta | None) -> dict[str, float]:
     """Client and server tokens over the same time, between the two readings of the counter.
 
     The server counts a step when it is made, the client when it arrives: up to one chunk of each stream is open at

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import PROMPTS, QUICK, TIMING, wall_to_monotonic
+from bench_harness import PROMPTS, QUICK, TIMING, wall_to_monotonic
 
 from tuner.bench.block import measure_block
 from tuner.bench.plan import WindowPlan
@@ -118,6 +118,12 @@ def test_bytes_may_arrive_in_any_shape(server, fault):
 
 def test_half_a_character_is_called_garbled(server):
     assert "degenerate_output" in failed(server.measure({"fault": "half_utf8"}))
+
+
+def test_tokens_that_the_server_made_and_we_did_not_get_invalidate(server):
+    outcome = server.measure({"fault": "phantom"}, max_tokens=32)
+    assert failed(outcome) == {"tokens_disagree"}
+    assert gate(server.measure(max_tokens=32), "tokens_disagree").ok
 
 
 def test_without_usage_the_count_is_unknown_not_guessed(server):

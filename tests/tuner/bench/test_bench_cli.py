@@ -2,7 +2,7 @@ import json
 
 import pytest
 import typer
-from conftest import QUICK, TIMING
+from bench_harness import QUICK, TIMING
 from typer.testing import CliRunner
 
 from tuner.bench import plan as plans

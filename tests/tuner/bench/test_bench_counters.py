@@ -28,6 +28,24 @@ def test_accept_length_is_drafts_plus_one_over_the_window_alone():
     assert change.end_ns - change.start_ns == 8_000_000_000
 
 
+def test_acceptance_per_depth_is_told_alike_for_engines_that_count_differently():
+    def exactly(*counts):
+        lines = [f'engine_spec_rounds_by_accepted_total{{accepted="{d}"}} {n}\n' for d, n in enumerate(counts)]
+        return ENGINE.format(generated=0, steps=sum(counts), accepted=0) + (
+            "# TYPE engine_spec_rounds_by_accepted_total counter\n" + "".join(lines)
+        )
+
+    def at_least(*counts):
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        lines = [f'{name}_total{{engine="{rank}",position="{p}"}} {n}\n' for rank in "01" for p, n in enumerate(counts)]
+        head = "# TYPE vllm:spec_decode_num_drafts counter\nvllm:spec_decode_num_drafts_total 100\n"
+        return head + f"# TYPE {name} counter\n" + "".join(lines)
+
+    one = delta(snapshot(exactly(0, 0, 0, 0)), snapshot(exactly(40, 30, 20, 10)))
+    other = delta(snapshot(at_least(0, 0, 0)), snapshot(at_least(30, 15, 5)))
+    assert one.accepted_at_depth == other.accepted_at_depth == (60, 30, 10)
+
+
 def test_no_verify_steps_give_no_accept_length():
     same = snapshot(ENGINE.format(generated=5, steps=0, accepted=0))
     assert delta(same, same).accept_length is None

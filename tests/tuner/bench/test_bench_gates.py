@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from tuner.bench.gates import Observed, gates, half_drift
+from tuner.bench.gates import ENVIRONMENT_GATES, Observed, gates, half_drift
 
 GOOD = Observed(
     concurrency=8,
@@ -77,3 +77,7 @@ def test_drift_needs_to_be_large_and_significant():
     assert half_drift((100.0,) * 10 + (150.0,) * 10) == pytest.approx(0.4)
     assert half_drift((50.0, 150.0, 80.0, 120.0) * 5) == 0
     assert "not_steady" not in failed(series=(100.0,) * 4 + (200.0,) * 4)  # eight seconds say nothing about it
+
+
+def test_gates_of_the_environment_exist():
+    assert {gate.name for gate in gates(GOOD)} >= ENVIRONMENT_GATES
