@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tuner.errors import UsageError
 from tuner.records import LaunchRecord, Setting
+from tuner.secrets import is_secret
 
 _ENGINES = {
     "bundled": "tuner.engines.bundled:BundledEngine",
@@ -20,11 +20,6 @@ _ENGINES = {
 """Kind → where its class stands; imported when it is asked for."""
 
 _OFF: tuple[Setting | None, ...] = (None, False, "none", "never", "off", 0)
-_SECRET = re.compile(
-    r"(?:^|[_-])(?:token|secret|password|passwd|passphrase|api[_-]?key|access[_-]?key|private[_-]?key|credentials?|"
-    r"auth|authorization)(?:$|[_-](?!.*(?:file|path)$))",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -159,11 +154,6 @@ def get_engine(kind: str) -> Engine:
 def engine_kinds() -> list[str]:
     """The kinds of engines, sorted."""
     return sorted(_ENGINES)
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable or flag of this name holds a secret, so that its value must not be written anywhere."""
-    return _SECRET.search(name.lstrip("-")) is not None
 
 
 def env_problems(env: Mapping[str, str | None]) -> list[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from tuner.errors import TunerError, UsageError
 from tuner.export.json_file import render_json
 from tuner.export.provenance import Provenance, record_hash
 from tuner.export.shell import render_shell
+from tuner.files import write_whole
 from tuner.records import LaunchRecord
 
 FORMATS: dict[str, Callable[[LaunchRecord, Provenance], dict[str, str]]] = {
@@ -61,11 +60,12 @@ def export_artefact(
         folder.mkdir(parents=True, exist_ok=True)
         for name in texts:
             _refuse_foreign(folder / name)
-        return _write(folder, texts)
+        write_whole({folder / name: text for name, text in texts.items()})
     except FileExistsError as error:
         raise UsageError(f"{folder} is a file; give a folder. Nothing was written.") from error
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Nothing was written.") from error
+    return [folder / name for name in texts]
 
 
 def _refuse_foreign(path: Path) -> None:
@@ -75,24 +75,3 @@ def _refuse_foreign(path: Path) -> None:
         if any(mark in path.read_text(encoding="utf-8") for mark in _MARKS):
             return
     raise UsageError(f"{path} exists and was not written by `tuner export`; it is left as it is. Nothing was written.")
-
-
-def _write(folder: Path, texts: dict[str, str]) -> list[Path]:
-    """All files beside their places first, then each moved there: a full disk is met before anything is replaced."""
-    staged: list[tuple[Path, Path]] = []
-    try:
-        for name, text in texts.items():
-            handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-            staged.append((Path(temporary), folder / name))
-            with open(handle, "w", encoding="utf-8", newline="\n") as file:
-                os.fchmod(file.fileno(), 0o755 if text.startswith("#!") else 0o644)
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        for temporary_path, path in staged:
-            os.replace(temporary_path, path)
-    except BaseException:
-        for temporary_path, _ in staged:
-            temporary_path.unlink(missing_ok=True)
-        raise
-    return [path for _, path in staged]

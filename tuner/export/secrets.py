@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from tuner.engines.base import is_secret
 from tuner.records import LaunchRecord
+from tuner.secrets import is_secret
 
 
 def secret_env(record: LaunchRecord) -> dict[str, str]:

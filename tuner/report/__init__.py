@@ -1,0 +1,1 @@
+"""What a person looks at: the decision, the figures behind it, and what was tried and failed."""

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.engines.base import SettingSpec, engine_kinds, env_problems, get_engine, is_secret
+from tuner.engines.base import SettingSpec, engine_kinds, env_problems, get_engine
 from tuner.errors import UsageError
 from tuner.records import LaunchRecord
+from tuner.secrets import is_secret
 
 BUNDLED = get_engine("bundled")
 COMMAND = get_engine("command")
@@ -232,7 +233,7 @@ def test_secrets_are_known_by_name_and_never_kept(name: str) -> None:
     assert "looks like a secret" in env_problems({name: "abc"})[0]
 
 
-@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "MAX_TOKENS", "--kv-tokens", "KEYBOARD", "AUTHOR"])
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "MAX_TOKENS", "--kv-tokens", "AUTHOR"])
 def test_what_only_sounds_like_a_secret_is_none(name: str) -> None:
     assert not is_secret(name)
 
