@@ -96,8 +96,13 @@ class BundledEngine:
         )
 
     def mismatches(self, record: LaunchRecord, server_info: Mapping[str, Any]) -> list[Mismatch]:
-        """See `Engine.mismatches`. This engine reports every setting: silence about one is a mismatch."""
-        return compare(record.expected, server_info, all_told=True)
+        """See `Engine.mismatches`. This engine reports every setting: silence about one is a mismatch.
+
+        A KV pool that was rounded up to whole pages is what was asked for.
+        """
+        found = compare(record.expected, server_info, all_told=True)
+        page = (server_info.get("effective") or {}).get("page_size", 1)
+        return [m for m in found if m.setting != "kv_tokens" or not 0 <= (m.effective or 0) - m.requested < page]
 
     def version(self) -> str:
         """The distribution's version and a hash of the engine's source, which an editable install may change.

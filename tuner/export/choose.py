@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import fmean
@@ -10,7 +11,6 @@ from tuner.errors import TunerError, UsageError
 from tuner.export.provenance import Figure, Provenance, record_hash
 from tuner.judge.text import verdict_phrase
 from tuner.records import LaunchRecord, Recommendation
-from tuner.space import nearest
 from tuner.study.data import Slot, StoredLaunch, StudyData
 from tuner.study.decide import recommendation
 
@@ -76,8 +76,8 @@ def _named(data: StudyData, candidate_id: str) -> str:
         return data.baseline.id
     if candidate_id in data.candidates:
         return candidate_id
-    close = nearest(candidate_id, data.candidates)
-    meant = f"; did you mean '{close}'?" if close else "."
+    close = difflib.get_close_matches(candidate_id, data.candidates, n=1)
+    meant = f"; did you mean '{close[0]}'?" if close else "."
     raise UsageError(
         f"study {data.name} has no candidate '{candidate_id}'{meant} `tuner report {data.name}` lists them. "
         f"Nothing was written."

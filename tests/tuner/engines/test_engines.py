@@ -137,6 +137,12 @@ class TestBundled:
         assert (first.setting, first.requested, first.reason) == (setting, record.expected[setting], "no room")
         assert first.effective == effective[setting]
 
+    @pytest.mark.parametrize(("effective", "differs"), [(512, False), (528, True), (496, True)])
+    def test_a_pool_rounded_up_to_whole_pages_is_what_was_asked_for(self, effective: int, differs: bool) -> None:
+        record = bundled({"speculation": "none"}, kv_tokens=500)
+        info = {"effective": {**record.expected, "kv_tokens": effective, "page_size": 16}}
+        assert bool(BUNDLED.mismatches(record, info)) == differs
+
     def test_silence_about_a_setting_is_a_mismatch(self) -> None:
         record = bundled({"speculation": "none"})
         assert [m.setting for m in BUNDLED.mismatches(record, {})] == ["speculation"]
