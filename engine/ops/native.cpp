@@ -1,16 +1,17 @@
 // CPU kernels of the engine: what a decode step does besides bookkeeping.
 //
-// Compiled on first use by engine/ops/native.py with the instruction sets this machine names, without linking an
-// OpenMP runtime: the symbols resolve to the one that torch has loaded, so that there is one thread pool, not two.
-// Every kernel exists for float and for bfloat16 (kept as uint16_t). A row's result never depends on which other rows
-// are in the batch, nor on the number of threads.
+// Compiled on first use by engine/ops/native.py with the instruction sets this machine names. Every kernel exists for
+// float and for bfloat16 (kept as uint16_t). A row's result never depends on which other rows are in the batch, nor on
+// the number of threads.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <omp.h>
+#include <memory>
+#include <thread>
 #include <vector>
 
 #if defined(__AVX512F__)
@@ -24,6 +25,111 @@
 namespace {
 
 using bf16 = uint16_t;
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+// Threads that help with one job at a time. Unlike OpenMP's, a job never waits for a helper to arrive: the caller takes
+// chunks itself until none is left, and then waits only for chunks that a helper is in the middle of. On cores shared
+// with other processes (the frontend, a load client) a barrier per operation would cost a scheduler's time slice, some
+// milliseconds, hundreds of times a step.
+class Pool {
+public:
+  explicit Pool(int threads) {
+    for (int i = 1; i < threads; ++i)
+      helpers_.emplace_back([this] { help(); });
+  }
+
+  ~Pool() {
+    stop_ = true;
+    epoch_.fetch_add(1);
+    epoch_.notify_all();
+    for (auto& helper : helpers_)
+      helper.join();
+  }
+
+  int threads() const { return static_cast<int>(helpers_.size()) + 1; }
+
+  // run(context, chunk) for every chunk of [0, chunks), in any order.
+  void each(int64_t chunks, void (*run)(void*, int64_t), void* context) {
+    if (helpers_.empty() || chunks < 2) {
+      for (int64_t chunk = 0; chunk < chunks; ++chunk)
+        run(context, chunk);
+      return;
+    }
+    run_ = run, context_ = context, chunks_ = chunks;
+    next_ = 0;
+    open_ = true;
+    epoch_.fetch_add(1);
+    epoch_.notify_all();
+    take();
+    open_ = false;
+    for (int spins = 0, busy; (busy = active_.load()) != 0;) {
+      if (++spins < kSpins)
+        pause_briefly();
+      else
+        active_.wait(busy); // lets the scheduler put the helper on this core
+    }
+  }
+
+private:
+  static constexpr int kSpins = 4000; // some 50 microseconds
+
+  void take() {
+    for (int64_t chunk; (chunk = next_.fetch_add(1)) < chunks_;)
+      run_(context_, chunk);
+  }
+
+  void help() {
+    for (uint64_t seen = 0; !stop_;) {
+      for (int spins = 0; epoch_.load() == seen;) {
+        if (++spins < kSpins)
+          pause_briefly();
+        else
+          epoch_.wait(seen);
+      }
+      seen = epoch_.load();
+      // Counted first, so that the caller cannot begin another job between the check and the work. A helper that comes
+      // late may meet the next job already: then it helps with that one.
+      active_.fetch_add(1);
+      if (open_.load())
+        take();
+      if (active_.fetch_sub(1) == 1)
+        active_.notify_all();
+    }
+  }
+
+  std::vector<std::thread> helpers_;
+  void (*run_)(void*, int64_t) = nullptr;
+  void* context_ = nullptr;
+  int64_t chunks_ = 0;
+  std::atomic<bool> stop_{false};
+  alignas(64) std::atomic<uint64_t> epoch_{0};
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<int> active_{0};
+  std::atomic<bool> open_{false};
+};
+
+std::unique_ptr<Pool> pool = std::make_unique<Pool>(1);
+
+// body(first, last) over [0, n) in pieces of `grain`.
+template <typename Body> void parallel(int64_t n, int64_t grain, const Body& body) {
+  struct Context {
+    int64_t n, grain;
+    const Body* body;
+  } context{n, grain, &body};
+  pool->each((n + grain - 1) / grain,
+             [](void* raw, int64_t chunk) {
+               const Context& c = *static_cast<Context*>(raw);
+               (*c.body)(chunk* c.grain, std::min(c.n, (chunk + 1) * c.grain));
+             },
+             &context);
+}
 
 inline float load(float x) { return x; }
 
@@ -66,37 +172,41 @@ inline float fast_exp(float x) {
 // residual += x (when x is given), out = residual / rms(residual) * weight.
 template <typename T>
 void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t rows, int64_t dim, float eps) {
-#pragma omp parallel for if (rows > 16)
-  for (int64_t r = 0; r < rows; ++r) {
-    T* res = residual + r * dim;
-    T* o = out + r * dim;
-    if (x != nullptr) {
-      const T* delta = x + r * dim;
+  parallel(rows, 16, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      T* res = residual + r * dim;
+      T* o = out + r * dim;
+      if (x != nullptr) {
+        const T* delta = x + r * dim;
 #pragma omp simd
-      for (int64_t i = 0; i < dim; ++i) store(&res[i], load(res[i]) + load(delta[i]));
-    }
-    float sum = 0.0f;
+        for (int64_t i = 0; i < dim; ++i)
+          store(&res[i], load(res[i]) + load(delta[i]));
+      }
+      float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < dim; ++i) sum += load(res[i]) * load(res[i]);
-    const float scale = 1.0f / std::sqrt(sum / static_cast<float>(dim) + eps);
+      for (int64_t i = 0; i < dim; ++i)
+        sum += load(res[i]) * load(res[i]);
+      const float scale = 1.0f / std::sqrt(sum / static_cast<float>(dim) + eps);
 #pragma omp simd
-    for (int64_t i = 0; i < dim; ++i) store(&o[i], load(res[i]) * scale * load(weight[i]));
-  }
+      for (int64_t i = 0; i < dim; ++i)
+        store(&o[i], load(res[i]) * scale * load(weight[i]));
+    }
+  });
 }
 
-template <typename T>
-void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t dim) {
-#pragma omp parallel for if (rows > 4)
-  for (int64_t r = 0; r < rows; ++r) {
-    const T* gate = gate_up + r * 2 * dim;
-    const T* up = gate + dim;
-    T* o = out + r * dim;
+template <typename T> void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t dim) {
+  parallel(rows, 8, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      const T* gate = gate_up + r * 2 * dim;
+      const T* up = gate + dim;
+      T* o = out + r * dim;
 #pragma omp simd
-    for (int64_t i = 0; i < dim; ++i) {
-      const float g = load(gate[i]);
-      store(&o[i], g / (1.0f + fast_exp(std::min(-g, 87.0f))) * load(up[i]));
+      for (int64_t i = 0; i < dim; ++i) {
+        const float g = load(gate[i]);
+        store(&o[i], g / (1.0f + fast_exp(std::min(-g, 87.0f))) * load(up[i]));
+      }
     }
-  }
+  });
 }
 
 // Rotates q in place (half-split convention) and writes rotated k, and v, to their cache slots.
@@ -105,25 +215,26 @@ void rope_store(T* qkv, int64_t rows, int q_heads, int kv_heads, int dim, const 
                 const float* sin_table, const int32_t* positions, const int64_t* slots, T* k_cache, T* v_cache) {
   const int64_t width = static_cast<int64_t>(q_heads + 2 * kv_heads) * dim;
   const int half = dim / 2;
-#pragma omp parallel for if (rows > 16)
-  for (int64_t r = 0; r < rows; ++r) {
-    const float* c = cos_table + static_cast<int64_t>(positions[r]) * half;
-    const float* s = sin_table + static_cast<int64_t>(positions[r]) * half;
-    T* row = qkv + r * width;
-    T* k_out = k_cache + slots[r] * kv_heads * dim;
-    T* v_out = v_cache + slots[r] * kv_heads * dim;
-    for (int h = 0; h < q_heads + kv_heads; ++h) {
-      T* head = row + h * dim;
-      T* to = h < q_heads ? head : k_out + (h - q_heads) * dim;
+  parallel(rows, 16, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      const float* c = cos_table + static_cast<int64_t>(positions[r]) * half;
+      const float* s = sin_table + static_cast<int64_t>(positions[r]) * half;
+      T* row = qkv + r * width;
+      T* k_out = k_cache + slots[r] * kv_heads * dim;
+      T* v_out = v_cache + slots[r] * kv_heads * dim;
+      for (int h = 0; h < q_heads + kv_heads; ++h) {
+        T* head = row + h * dim;
+        T* to = h < q_heads ? head : k_out + (h - q_heads) * dim;
 #pragma omp simd
-      for (int i = 0; i < half; ++i) {
-        const float a = load(head[i]), b = load(head[i + half]);
-        store(&to[i], a * c[i] - b * s[i]);
-        store(&to[i + half], b * c[i] + a * s[i]);
+        for (int i = 0; i < half; ++i) {
+          const float a = load(head[i]), b = load(head[i + half]);
+          store(&to[i], a * c[i] - b * s[i]);
+          store(&to[i + half], b * c[i] + a * s[i]);
+        }
       }
+      std::memcpy(v_out, row + static_cast<int64_t>(q_heads + kv_heads) * dim, sizeof(T) * kv_heads * dim);
     }
-    std::memcpy(v_out, row + static_cast<int64_t>(q_heads + kv_heads) * dim, sizeof(T) * kv_heads * dim);
-  }
+  });
 }
 
 constexpr int kRowTile = 8;      // query rows per work item
@@ -150,14 +261,13 @@ void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
         items.push_back({static_cast<int32_t>(b), h, first, std::min(kRowTile, rows - first)});
   }
   const int64_t n_items = static_cast<int64_t>(items.size());
-#pragma omp parallel
-  {
+  parallel(n_items, 1, [&](int64_t first_item, int64_t last_item) {
     const int most = kRowTile * group;
-    std::vector<float> query(static_cast<size_t>(most) * D), acc(static_cast<size_t>(most) * D);
-    std::vector<float> scores(static_cast<size_t>(most) * kTokenBlock), top(most), total(most);
-    std::vector<const T*> v_rows(kTokenBlock);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t it = 0; it < n_items; ++it) {
+    thread_local std::vector<float> query, acc, scores, top, total;
+    query.resize(static_cast<size_t>(most) * D), acc.resize(static_cast<size_t>(most) * D);
+    scores.resize(static_cast<size_t>(most) * kTokenBlock), top.resize(most), total.resize(most);
+    const T* v_rows[kTokenBlock];
+    for (int64_t it = first_item; it < last_item; ++it) {
       const Item item = items[it];
       const int b = item.request, h = item.head, n_q = item.count * group;
       const int rows = row_start[b + 1] - row_start[b], ctx = context[b];
@@ -167,7 +277,8 @@ void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
         for (int g = 0; g < group; ++g) {
           const T* from = q + (row_start[b] + item.first + i) * q_stride + (h * group + g) * D;
           float* to = &query[(i * group + g) * D];
-          for (int d = 0; d < D; ++d) to[d] = load(from[d]) * scale;
+          for (int d = 0; d < D; ++d)
+            to[d] = load(from[d]) * scale;
         }
       std::fill(acc.begin(), acc.begin() + static_cast<size_t>(n_q) * D, 0.0f);
       std::fill(top.begin(), top.begin() + n_q, -std::numeric_limits<float>::infinity());
@@ -182,12 +293,14 @@ void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
           v_rows[t] = v_cache + (slot * kv_heads + h) * D;
           float key[D];
 #pragma omp simd
-          for (int d = 0; d < D; ++d) key[d] = load(k[d]);
+          for (int d = 0; d < D; ++d)
+            key[d] = load(k[d]);
           for (int j = 0; j < n_q; ++j) {
             const float* qq = &query[j * D];
             float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
-            for (int d = 0; d < D; ++d) dot += qq[d] * key[d];
+            for (int d = 0; d < D; ++d)
+              dot += qq[d] * key[d];
             scores[j * kTokenBlock + t] = dot;
           }
         }
@@ -197,10 +310,12 @@ void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
           for (int t = std::max(0, ctx - start); t < n; ++t) {
             const int node = start + t - ctx;
             const bool seen = causal ? node <= row : mask[mask_start[b] + static_cast<int64_t>(row) * rows + node] != 0;
-            if (!seen) s[t] = -std::numeric_limits<float>::infinity();
+            if (!seen)
+              s[t] = -std::numeric_limits<float>::infinity();
           }
           float high = top[j];
-          for (int t = 0; t < n; ++t) high = std::max(high, s[t]);
+          for (int t = 0; t < n; ++t)
+            high = std::max(high, s[t]);
           if (high == -std::numeric_limits<float>::infinity()) {
             std::fill(s, s + n, 0.0f);
             continue;
@@ -215,7 +330,8 @@ void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
           if (high != top[j]) {
             const float keep = total[j] > 0.0f ? fast_exp(top[j] - high) : 0.0f;
             total[j] *= keep;
-            for (int d = 0; d < D; ++d) acc[j * D + d] *= keep;
+            for (int d = 0; d < D; ++d)
+              acc[j * D + d] *= keep;
             top[j] = high;
           }
           total[j] += sum;
@@ -223,12 +339,14 @@ void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
         for (int t = 0; t < n; ++t) {
           float value[D];
 #pragma omp simd
-          for (int d = 0; d < D; ++d) value[d] = load(v_rows[t][d]);
+          for (int d = 0; d < D; ++d)
+            value[d] = load(v_rows[t][d]);
           for (int j = 0; j < n_q; ++j) {
             const float p = scores[j * kTokenBlock + t];
             float* a = &acc[j * D];
 #pragma omp simd
-            for (int d = 0; d < D; ++d) a[d] += p * value[d];
+            for (int d = 0; d < D; ++d)
+              a[d] += p * value[d];
           }
         }
       }
@@ -236,10 +354,11 @@ void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
         const float inverse = total[j] > 0.0f ? 1.0f / total[j] : 0.0f;
         T* to = out + (row_start[b] + item.first + j / group) * static_cast<int64_t>(q_heads) * D +
                 (h * group + j % group) * D;
-        for (int d = 0; d < D; ++d) store(&to[d], acc[j * D + d] * inverse);
+        for (int d = 0; d < D; ++d)
+          store(&to[d], acc[j * D + d] * inverse);
       }
     }
-  }
+  });
 }
 
 template <typename T>
@@ -247,10 +366,10 @@ int attention_any(const T* q, int64_t q_stride, const T* k, const T* v, const in
                   int page_size, const int32_t* table_row, const int32_t* row_start, const int32_t* context,
                   const uint8_t* mask, const int64_t* mask_start, int64_t requests, int q_heads, int kv_heads, int dim,
                   T* out) {
-#define ST_CASE(D)                                                                                                   \
-  case D:                                                                                                            \
-    attention<T, D>(q, q_stride, k, v, page_table, ppr, page_size, table_row, row_start, context, mask, mask_start,  \
-                    requests, q_heads, kv_heads, out);                                                               \
+#define ST_CASE(D)                                                                                                     \
+  case D:                                                                                                              \
+    attention<T, D>(q, q_stride, k, v, page_table, ppr, page_size, table_row, row_start, context, mask, mask_start,    \
+                    requests, q_heads, kv_heads, out);                                                                 \
     return 0;
   switch (dim) {
     ST_CASE(8)
@@ -268,25 +387,26 @@ int attention_any(const T* q, int64_t q_stride, const T* k, const T* v, const in
 
 // The index of the largest logit of each row (the first of equals); -1 where a row holds a NaN.
 void argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* out) {
-#pragma omp parallel for
-  for (int64_t r = 0; r < rows; ++r) {
-    const float* row = logits + r * vocab;
-    float high = -std::numeric_limits<float>::infinity();
-    int64_t bad = 0;
+  parallel(rows, 1, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      const float* row = logits + r * vocab;
+      float high = -std::numeric_limits<float>::infinity();
+      int64_t bad = 0;
 #pragma omp simd reduction(max : high) reduction(+ : bad)
-    for (int64_t i = 0; i < vocab; ++i) {
-      high = row[i] > high ? row[i] : high;
-      bad += row[i] != row[i];
+      for (int64_t i = 0; i < vocab; ++i) {
+        high = row[i] > high ? row[i] : high;
+        bad += row[i] != row[i];
+      }
+      int64_t at = -1;
+      if (bad == 0)
+        for (int64_t i = 0; i < vocab; ++i)
+          if (row[i] == high) {
+            at = i;
+            break;
+          }
+      out[r] = at;
     }
-    int64_t at = -1;
-    if (bad == 0)
-      for (int64_t i = 0; i < vocab; ++i)
-        if (row[i] == high) {
-          at = i;
-          break;
-        }
-    out[r] = at;
-  }
+  });
 }
 
 #if defined(__AMX_BF16__)
@@ -337,13 +457,11 @@ void linear_bf16(const bf16* x, int64_t m, int64_t k, const bf16* packed, int64_
   for (int64_t r = copied_from * kTile; r < m; ++r)
     std::memcpy(&padded[static_cast<size_t>((r - copied_from * kTile) * depth * kDepth)], x + r * k, sizeof(bf16) * k);
   const int64_t out_bytes = as_float ? 4 : 2;
-  const int64_t chunk = std::max<int64_t>(1, pairs / (8 * omp_get_max_threads()));
-#pragma omp parallel
-  {
+  const int64_t grain = std::max<int64_t>(1, pairs / (8 * pool->threads()));
+  parallel(pairs, grain, [&](int64_t first, int64_t last) {
     configure_tiles();
     alignas(64) float results[4][kTile * kTile];
-#pragma omp for schedule(dynamic, chunk)
-    for (int64_t pair = 0; pair < pairs; ++pair) {
+    for (int64_t pair = first; pair < last; ++pair) {
       const bf16* w0 = packed + pair * 2 * depth * kTileSize;
       const bf16* w1 = w0 + depth * kTileSize;
       for (int64_t tile = 0; tile < row_tiles; tile += 2) {
@@ -389,7 +507,8 @@ void linear_bf16(const bf16* x, int64_t m, int64_t k, const bf16* packed, int64_
           for (int j = 0; j < 2; ++j) {
             const int64_t row = (tile + i) * kTile, column = (pair * 2 + j) * kTile;
             const int columns = static_cast<int>(std::min<int64_t>(kTile, n - column));
-            if (columns <= 0) continue;
+            if (columns <= 0)
+              continue;
             write_tile(results[i * 2 + j], static_cast<int>(std::min<int64_t>(kTile, m - row)), columns,
                        bias ? bias + column : nullptr, static_cast<char*>(out) + (row * n + column) * out_bytes, n,
                        as_float);
@@ -397,7 +516,7 @@ void linear_bf16(const bf16* x, int64_t m, int64_t k, const bf16* packed, int64_
       }
     }
     _tile_release();
-  }
+  });
 }
 
 #endif
@@ -405,6 +524,9 @@ void linear_bf16(const bf16* x, int64_t m, int64_t k, const bf16* packed, int64_
 } // namespace
 
 extern "C" {
+
+// How many threads share the work from now on, the caller included. Not while a kernel runs.
+void st_set_threads(int threads) { pool = std::make_unique<Pool>(threads); }
 
 // 1 where bfloat16 linears may use matrix tiles: compiled in, and the system grants the register state.
 int st_tiles() {
@@ -422,15 +544,16 @@ int64_t st_packed_size(int64_t n, int64_t k) { return ((n + 31) / 32) * 2 * ((k 
 // Lays W[n, k] out as tiles [n/16][k/32][16 pairs of k][16 n][2], zeros where it does not fill them.
 void st_pack_bf16(const uint16_t* w, uint16_t* out, int64_t n, int64_t k) {
   const int64_t tiles = ((n + 31) / 32) * 2, depth = (k + 31) / 32;
-#pragma omp parallel for
-  for (int64_t t = 0; t < tiles; ++t)
-    for (int64_t d = 0; d < depth; ++d)
-      for (int64_t p = 0; p < 16; ++p)
-        for (int64_t c = 0; c < 16; ++c)
-          for (int64_t i = 0; i < 2; ++i) {
-            const int64_t column = t * 16 + c, row = d * 32 + p * 2 + i;
-            out[((t * depth + d) * 16 + p) * 32 + c * 2 + i] = column < n && row < k ? w[column * k + row] : 0;
-          }
+  parallel(tiles, 64, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t)
+      for (int64_t d = 0; d < depth; ++d)
+        for (int64_t p = 0; p < 16; ++p)
+          for (int64_t c = 0; c < 16; ++c)
+            for (int64_t i = 0; i < 2; ++i) {
+              const int64_t column = t * 16 + c, row = d * 32 + p * 2 + i;
+              out[((t * depth + d) * 16 + p) * 32 + c * 2 + i] = column < n && row < k ? w[column * k + row] : 0;
+            }
+  });
 }
 
 void st_linear_bf16(const uint16_t* x, int64_t m, int64_t k, const uint16_t* packed, int64_t n, const float* bias,
@@ -442,24 +565,24 @@ void st_linear_bf16(const uint16_t* x, int64_t m, int64_t k, const uint16_t* pac
 #endif
 }
 
-#define ST_TYPED(NAME, T)                                                                                            \
-  void st_rms_norm_##NAME(const T* x, T* residual, const T* weight, T* out, int64_t rows, int64_t dim, float eps) {  \
-    rms_norm<T>(x, residual, weight, out, rows, dim, eps);                                                           \
-  }                                                                                                                  \
-  void st_silu_mul_##NAME(const T* gate_up, T* out, int64_t rows, int64_t dim) {                                     \
-    silu_mul<T>(gate_up, out, rows, dim);                                                                            \
-  }                                                                                                                  \
-  void st_rope_store_##NAME(T* qkv, int64_t rows, int q_heads, int kv_heads, int dim, const float* cos_table,        \
-                            const float* sin_table, const int32_t* positions, const int64_t* slots, T* k_cache,      \
-                            T* v_cache) {                                                                            \
-    rope_store<T>(qkv, rows, q_heads, kv_heads, dim, cos_table, sin_table, positions, slots, k_cache, v_cache);      \
-  }                                                                                                                  \
-  int st_attention_##NAME(const T* q, int64_t q_stride, const T* k, const T* v, const int32_t* page_table,           \
-                          int64_t pages_per_request, int page_size, const int32_t* table_row,                        \
-                          const int32_t* row_start, const int32_t* context, const uint8_t* mask,                     \
-                          const int64_t* mask_start, int64_t requests, int q_heads, int kv_heads, int dim, T* out) { \
-    return attention_any<T>(q, q_stride, k, v, page_table, pages_per_request, page_size, table_row, row_start,       \
-                            context, mask, mask_start, requests, q_heads, kv_heads, dim, out);                       \
+#define ST_TYPED(NAME, T)                                                                                              \
+  void st_rms_norm_##NAME(const T* x, T* residual, const T* weight, T* out, int64_t rows, int64_t dim, float eps) {    \
+    rms_norm<T>(x, residual, weight, out, rows, dim, eps);                                                             \
+  }                                                                                                                    \
+  void st_silu_mul_##NAME(const T* gate_up, T* out, int64_t rows, int64_t dim) {                                       \
+    silu_mul<T>(gate_up, out, rows, dim);                                                                              \
+  }                                                                                                                    \
+  void st_rope_store_##NAME(T* qkv, int64_t rows, int q_heads, int kv_heads, int dim, const float* cos_table,          \
+                            const float* sin_table, const int32_t* positions, const int64_t* slots, T* k_cache,        \
+                            T* v_cache) {                                                                              \
+    rope_store<T>(qkv, rows, q_heads, kv_heads, dim, cos_table, sin_table, positions, slots, k_cache, v_cache);        \
+  }                                                                                                                    \
+  int st_attention_##NAME(const T* q, int64_t q_stride, const T* k, const T* v, const int32_t* page_table,             \
+                          int64_t pages_per_request, int page_size, const int32_t* table_row,                          \
+                          const int32_t* row_start, const int32_t* context, const uint8_t* mask,                       \
+                          const int64_t* mask_start, int64_t requests, int q_heads, int kv_heads, int dim, T* out) {   \
+    return attention_any<T>(q, q_stride, k, v, page_table, pages_per_request, page_size, table_row, row_start,         \
+                            context, mask, mask_start, requests, q_heads, kv_heads, dim, out);                         \
   }
 
 ST_TYPED(f32, float)

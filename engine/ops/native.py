@@ -20,7 +20,7 @@ from engine.ops.base import Linear, View
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = (
-    *("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast"),
+    *("-O3", "-std=c++20", "-fPIC", "-pthread", "-fopenmp-simd", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
 )
 # Instruction sets by the kernel's name for them, never -march=native: a virtual machine may hide what its CPU has.
@@ -37,6 +37,7 @@ _TILES = ("amx_tile", "amx_bf16", "avx512_bf16", "avx512vl", "avx512bw")
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "st_set_threads": (None, (_I32,)),
     "st_tiles": (_I32, ()),
     "st_packed_size": (_I64, (_I64, _I64)),
     "st_pack_bf16": (None, (_P, _P, _I64, _I64)),
@@ -96,15 +97,12 @@ def build() -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made, library = Path(folder) / "native.o", Path(folder) / "native.so"
-        # Linked without -fopenmp on purpose: see the head of native.cpp.
-        for command in (
-            [compiler, *options, "-c", "-o", str(made), str(_SOURCE)],
-            [compiler, "-shared", "-o", str(library), str(made)],
-        ):
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise NativeUnavailable(f"{compiler} failed:\n{done.stderr.strip()}")
+        library = Path(folder) / "native.so"
+        done = subprocess.run(
+            [compiler, *options, "-shared", "-o", str(library), str(_SOURCE)], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise NativeUnavailable(f"{compiler} failed:\n{done.stderr.strip()}")
         library.replace(target)  # atomic: several engines may build at once
     return target
 
@@ -113,14 +111,7 @@ def build() -> Path:
 def library() -> ctypes.CDLL:
     """The loaded kernels. Raises NativeUnavailable."""
     path = build()
-    torch_folder = Path(torch.__file__).parent
-    runtimes: list[Path | str] = [
-        *torch_folder.glob("lib/libgomp*"),
-        *torch_folder.parent.glob("torch.libs/libgomp*"),
-        "libgomp.so.1",
-    ]
     try:
-        ctypes.CDLL(str(runtimes[0]), ctypes.RTLD_GLOBAL)
         lib = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(f"the compiled kernels do not load: {error}") from error
@@ -132,7 +123,10 @@ def library() -> ctypes.CDLL:
 
 
 class NativeOps:
-    """Kernels for one type, float32 or bfloat16. bfloat16 linears use matrix tiles where there are some."""
+    """Kernels for one type, float32 or bfloat16. bfloat16 linears use matrix tiles where there are some.
+
+    They run on `torch.get_num_threads()` threads of their own, as counted when this is made.
+    """
 
     name = "native"
 
@@ -141,6 +135,7 @@ class NativeOps:
             raise NativeUnavailable(f"no compiled kernels for {dtype}")
         lib = library()
         self._lib = lib
+        lib.st_set_threads(torch.get_num_threads())
         self._tiles = dtype == torch.bfloat16 and bool(lib.st_tiles())
         suffix = _SUFFIX[dtype]
         self._rms_norm = getattr(lib, "st_rms_norm" + suffix)
