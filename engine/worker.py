@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 
 from engine.build import Core, build
 from engine.config import EngineConfig
+from engine.errors import EngineError
 from engine.ipc.messages import Abort, Answer, Ask, Fatal, Ready, SamplingParams, Shutdown, Submit, Tokens
 
 log = logging.getLogger("engine.worker")
@@ -34,8 +35,12 @@ def main(config: EngineConfig, connection: Connection) -> int:
         log.error("the frontend process has gone; stopping")
         return 1
     except BaseException as error:  # noqa: BLE001 - the process ends here, and its parent is told why
+        if isinstance(error, EngineError):
+            fatal = Fatal(str(error), "", error.exit_code)
+        else:
+            fatal = Fatal(f"{type(error).__name__}: {error}", traceback.format_exc())
         with contextlib.suppress(OSError):  # with the frontend gone as well there is nobody left to tell
-            connection.send(Fatal(f"{type(error).__name__}: {error}", traceback.format_exc()))
+            connection.send(fatal)
         return 1
     return 0
 

@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         "spec": {"config", "request", "memory", "model", "ops"},
         "scheduler": {"ipc", "request", "memory", "spec"},
         "build": {"config", "errors", "memory", "model", "ops", "scheduler", "spec"},
-        "worker": {"build", "config", "ipc"},
+        "worker": {"build", "config", "errors", "ipc"},
         "server": {"config", "errors", "ipc", "logs", "model", "text", "worker"},
         "logs": set(),
         "cli": {"cache", "config", "errors", "logs", "model", "server"},

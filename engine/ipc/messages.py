@@ -104,7 +104,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Fatal:
-    """Model → frontend, last words: the cause that ends both processes."""
+    """Model → frontend, last words: the cause that ends both processes.
+
+    `exit_status` is the server's: 2 where the settings or the model are at fault, which needs no `traceback` (empty).
+    """
 
     cause: str
     traceback: str
+    exit_status: int = 1

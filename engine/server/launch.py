@@ -201,7 +201,7 @@ class _Server:
         if self._model.fatal is not None and self._model.fatal.traceback:
             sys.stderr.write(self._model.fatal.traceback.rstrip() + "\n")
         log.critical("%s", " ".join(self._failure.split()))
-        return 1
+        return 1 if self._model.fatal is None else self._model.fatal.exit_status
 
 
 def _longest(effective: Mapping[str, Any]) -> int:
