@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import EnvironmentBroken, LaunchFailed, StudyStopped
-from tuner.records import Candidate, Failure, LaunchRecord
+from tuner.records import Block, Candidate, Failure, LaunchRecord
 from tuner.space import Listed
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData
+from tuner.study.database import finite
 from tuner.study.decide import recommendation, verdicts_of
 from tuner.study.engine import StudyEngine, illegal, launch_record, not_in_effect
 from tuner.study.planner import (
@@ -215,7 +216,9 @@ class Controller:
                 self.store.launch_started(launch, server.pid)
                 self._bring_up(launch, server, record, slot)
                 for level in levels:
-                    self._block(data, launch, server, record, slot, level)
+                    valid = self._block(data, launch, server, record, slot, level)
+                    if not valid and slot.role == "screen":
+                        break  # without this level there is no score: the others would be measured for nothing
             except LaunchFailed as error:
                 with self.shield():
                     self.store.launch_failed(launch, error.failure)
@@ -243,8 +246,11 @@ class Controller:
 
     def _block(
         self, data: StudyData, launch: int, server: RunningServer, record: LaunchRecord, slot: Slot, level: int
-    ) -> None:
-        """Measures one level until it passes its gates, as often as the policy allows; every block is kept."""
+    ) -> bool:
+        """Measures one level until it passes its gates, as often as the policy allows; every block is kept.
+
+        Returns whether a block passed.
+        """
         had = sum(b.concurrency == level for b in data.by_slot.get(slot, ()))
         for _attempt in range(max(1, self.policy.block_attempts - had)):
             self.observer.working(slot, "block", level)
@@ -256,17 +262,18 @@ class Controller:
                 seed=block_seed(data.seed, slot, level),
                 on_progress=self.observer.block_progress,
             )
-            if outcome.block is None:
-                raise LaunchFailed(outcome.failure or _nothing_measured(level))
             block = outcome.block
+            if block is None or not _is_finite(block):
+                raise LaunchFailed(outcome.failure or _nothing_measured(level))
             with self.shield():
                 self.store.put_block(launch, slot, block)
             rate = f"{block.tokens_per_s:.1f} tokens/s at {level}"
             if block.valid:
                 self._say("block", f"{self._named(data, slot.candidate_id)}: {rate}", level=level)
-                return
+                return True
             red = ", ".join(gate.name for gate in block.gates if not gate.ok)
             self._event("invalid_block", f"{self._named(data, slot.candidate_id)}: {rate}, not valid: {red}", gates=red)
+        return False
 
     def _end(
         self, data: StudyData, slot: Slot, launch: int, server: RunningServer | None, *, interrupted: bool = False
@@ -335,8 +342,13 @@ class Controller:
         self._say(kind, message, **facts)
 
 
+def _is_finite(block: Block) -> bool:
+    """Whether every figure is a number: what is not would poison all that is fitted to it."""
+    return finite(block.to_dict()) == block.to_dict()
+
+
 def _nothing_measured(level: int) -> Failure:
-    return Failure("bench_parse_error", "bench", f"the measurement at concurrency {level} gave no block and no reason")
+    return Failure("bench_parse_error", "bench", f"the measurement at concurrency {level} gave no usable figures")
 
 
 def block_seed(study_seed: int, slot: Slot, level: int) -> int:

@@ -24,6 +24,9 @@ from tuner.study.planner import Policy
 from tuner.study.score import PESSIMISTIC
 from tuner.study.summary import summary
 
+QUICK = Policy(pairs=1)
+"""For what has nothing to do with the confirmation."""
+
 
 def run(tmp_path, machine=None, engine=None, the_space=None, policy=None):
     store = study(tmp_path, the_space)
@@ -46,7 +49,7 @@ def test_the_baseline_comes_first_and_the_budget_is_kept(tmp_path):
 
 
 def test_one_launch_serves_all_levels(tmp_path):
-    _data, machine, _ = run(tmp_path)
+    _data, machine, _ = run(tmp_path, policy=QUICK)
     assert len(machine.measured) == 2 * len(machine.starts)
     assert not machine.running
 
@@ -81,14 +84,14 @@ def test_the_recommendation_is_the_best_candidate(tmp_path):
 
 
 def test_no_candidate_is_launched_twice_in_the_search(tmp_path):
-    data, _machine, _ = run(tmp_path, the_space=space(SPACE, "budget.launches=40"))
+    data, _machine, _ = run(tmp_path, the_space=space(SPACE, "budget.launches=40"), policy=QUICK)
     searched = [launch.slot.candidate_id for launch in data.launches if launch.slot.role == "screen"]
     assert len(searched) == len(set(searched))
     assert any(trial.kind == "duplicate" for trial in data.trials)
 
 
 def test_a_duplicate_is_told_what_is_known(tmp_path):
-    data, _, _ = run(tmp_path)
+    data, _, _ = run(tmp_path, policy=QUICK)
     for trial in data.trials:
         first = next(other for other in data.trials if other.candidate_id == trial.candidate_id)
         assert trial.value == first.value
@@ -96,7 +99,7 @@ def test_a_duplicate_is_told_what_is_known(tmp_path):
 
 
 def test_the_search_ends_when_a_finite_space_is_exhausted(tmp_path):
-    data, _machine, _ = run(tmp_path, the_space=space(SPACE, "budget.launches=100"))
+    data, _machine, _ = run(tmp_path, the_space=space(SPACE, "budget.launches=100"), policy=QUICK)
     assert data.reason == "every candidate of the space has been tried"
     legal = set(data.space.listed())
     assert legal <= {trial.candidate_id for trial in data.trials}
@@ -116,7 +119,7 @@ def test_an_exhausted_space_leaves_launches_for_the_best_at_each_level(tmp_path)
 
 
 def test_the_search_stops_at_the_number_of_candidates(tmp_path):
-    data, _, _ = run(tmp_path, the_space=space(SPACE, "budget.candidates=2"))
+    data, _, _ = run(tmp_path, the_space=space(SPACE, "budget.candidates=2"), policy=QUICK)
     assert len(data.measured) == 2
     assert data.reason == "2 of 2 candidates tried"
 
@@ -155,7 +158,7 @@ def test_a_failed_candidate_is_told_as_complete_infeasible_and_finite(tmp_path, 
 
 def test_every_trial_in_optuna_is_complete_with_a_finite_value_and_constraints(tmp_path):
     deep = fails("bench8", when=lambda settings, count: settings.get("num_steps", 0) >= 3)
-    _, _, store = run(tmp_path, ToyMachine(fails=deep), the_space=space(SPACE, "budget.launches=40"))
+    _, _, store = run(tmp_path, ToyMachine(fails=deep), the_space=space(SPACE, "budget.launches=40"), policy=QUICK)
     study = optuna.load_study(study_name="toy", storage=str(store.engine.url))
     assert {trial.state for trial in study.trials} == {optuna.trial.TrialState.COMPLETE}
     assert all(math.isfinite(trial.value) and trial.constraints for trial in study.trials)
@@ -164,7 +167,7 @@ def test_every_trial_in_optuna_is_complete_with_a_finite_value_and_constraints(t
 
 def test_blocks_before_a_failure_are_kept_and_never_become_a_score(tmp_path):
     last = fails("bench8", "died_mid_bench", when=lambda settings, count: settings.get("num_steps") == 3)
-    data, _, _ = run(tmp_path, ToyMachine(fails=last), the_space=space(SPACE, "budget.launches=40"))
+    data, _, _ = run(tmp_path, ToyMachine(fails=last), the_space=space(SPACE, "budget.launches=40"), policy=QUICK)
     trial = next(t for t in data.measured if data.candidates[t.candidate_id].settings["num_steps"] == 3)
     kept = data.by_slot.get(Slot(trial.candidate_id, "screen", 0), ())
     assert {stored.concurrency for stored in kept} <= {1}
@@ -173,7 +176,7 @@ def test_blocks_before_a_failure_are_kept_and_never_become_a_score(tmp_path):
 
 def test_what_a_rule_or_the_engine_rules_out_is_never_launched(tmp_path):
     engine = ToyEngine(problems=lambda settings: ["two is odd"] if settings.get("num_steps") == 2 else [])
-    data, machine, _ = run(tmp_path, engine=engine, the_space=space(SPACE, "budget.launches=60"))
+    data, machine, _ = run(tmp_path, engine=engine, the_space=space(SPACE, "budget.launches=60"), policy=QUICK)
     assert all(settings.get("num_steps") != 2 for settings in machine.starts)
     assert {"num_steps": 4, "disable_batch_threshold": 4, "speculation": "ngram"} not in machine.starts
     illegal = [trial for trial in data.trials if trial.kind == "illegal"]
@@ -192,7 +195,7 @@ def test_what_a_rule_or_the_engine_rules_out_is_never_launched(tmp_path):
 )
 def test_a_candidate_whose_settings_are_not_in_effect_is_never_scored(tmp_path, mismatch, kind):
     engine = ToyEngine(mismatches=lambda settings: [mismatch] if settings.get("num_steps") == 3 else [])
-    data, machine, _ = run(tmp_path, engine=engine, the_space=space(SPACE, "budget.launches=40"))
+    data, machine, _ = run(tmp_path, engine=engine, the_space=space(SPACE, "budget.launches=40"), policy=QUICK)
     trials = [t for t in data.measured if data.candidates[t.candidate_id].settings["num_steps"] == 3]
     assert [(t.value, t.why.partition(":")[0]) for t in trials] == [(PESSIMISTIC, kind)] * 2
     assert not any("('num_steps', 3)" in measured[0] for measured in machine.measured)
@@ -257,7 +260,9 @@ def test_when_every_candidate_fails_the_study_ends_without_a_winner(tmp_path):
 
 
 def test_a_block_that_fails_its_gates_is_measured_once_more_and_both_are_kept(tmp_path):
-    data, _machine, _ = run(tmp_path, ToyMachine(valid=lambda settings, level, count: count > 1 or level == 1))
+    data, _machine, _ = run(
+        tmp_path, ToyMachine(valid=lambda settings, level, count: count > 1 or level == 1), policy=QUICK
+    )
     first = [b for b in data.blocks.values() if b.candidate_id == data.baseline.id and b.role == "screen"]
     assert [(b.concurrency, b.block.valid) for b in first if b.concurrency == 8] == [(8, False), (8, True)]
     assert data.state == "done"
@@ -267,7 +272,7 @@ def test_a_candidate_whose_blocks_never_pass_has_no_score(tmp_path):
     def valid(settings, level, count):
         return not (settings.get("num_steps") == 3 and level == 8)
 
-    data, _, _ = run(tmp_path, ToyMachine(valid=valid), the_space=space(SPACE, "budget.launches=40"))
+    data, _, _ = run(tmp_path, ToyMachine(valid=valid), the_space=space(SPACE, "budget.launches=40"), policy=QUICK)
     trials = [t for t in data.measured if data.candidates[t.candidate_id].settings["num_steps"] == 3]
     assert [(t.value, t.why.partition(":")[0]) for t in trials] == [(PESSIMISTIC, "client_bound")] * 2
 
@@ -275,6 +280,16 @@ def test_a_candidate_whose_blocks_never_pass_has_no_score(tmp_path):
 def test_a_baseline_whose_blocks_never_pass_stops_the_study(tmp_path):
     with pytest.raises(StudyStopped, match="client_bound"):
         controller(study(tmp_path), ToyMachine(valid=lambda settings, level, count: level == 1)).run()
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf])
+def test_a_figure_that_is_no_number_is_a_failure_and_never_a_value(tmp_path, rate):
+    def broken(settings, level):
+        return rate if settings.get("num_steps") == 3 else speed(settings, level)
+
+    data, _, _ = run(tmp_path, ToyMachine(speed=broken), the_space=space(SPACE, "budget.launches=40"), policy=QUICK)
+    trials = [t for t in data.measured if data.candidates[t.candidate_id].settings["num_steps"] == 3]
+    assert [(t.value, t.why.partition(":")[0]) for t in trials] == [(PESSIMISTIC, "bench_parse_error")] * 2
 
 
 def test_a_finalist_that_fails_in_confirmation_cannot_win_and_the_next_takes_its_place(tmp_path):
@@ -318,7 +333,7 @@ def test_a_finished_study_starts_nothing(tmp_path):
 def test_two_studies_of_one_seed_propose_the_same(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    one, two = run(tmp_path / "a")[0], run(tmp_path / "b")[0]
+    one, two = run(tmp_path / "a", policy=QUICK)[0], run(tmp_path / "b", policy=QUICK)[0]
     assert [t.params for t in one.trials] == [t.params for t in two.trials]
 
 

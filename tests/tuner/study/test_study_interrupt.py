@@ -1,0 +1,73 @@
+import os
+import signal
+
+import pytest
+
+from tests.tuner.study.toy_study import ToyMachine, controller, study
+from tuner.study.interrupt import Interrupted, Interrupts
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_becomes_an_exception_with_the_exit_code_of_a_shell(number, code):
+    with pytest.raises(Interrupted) as interrupted, Interrupts().installed():
+        os.kill(os.getpid(), number)
+    assert interrupted.value.exit_code == code
+    assert str(interrupted.value) == number.name
+
+
+def test_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupts().installed():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_within_a_shield_a_signal_waits():
+    interrupts, reached = Interrupts(), []
+
+    def work():
+        with interrupts.shield():
+            with interrupts.shield():
+                os.kill(os.getpid(), signal.SIGINT)
+            reached.append("the end of the outer shield")
+        reached.append("beyond it")
+
+    with interrupts.installed(), pytest.raises(Interrupted):
+        work()
+    assert reached == ["the end of the outer shield"]
+
+
+def test_after_the_first_signal_others_change_nothing():
+    interrupts = Interrupts()
+    with interrupts.installed():
+        with pytest.raises(Interrupted):
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_an_interrupted_study_stops_its_server_and_goes_on_from_there(tmp_path):
+    store = study(tmp_path)
+    machine = ToyMachine()
+    interrupts = Interrupts()
+    measure = machine.measure
+
+    def interrupted(*args, **kwargs):
+        if len(machine.measured) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measure(*args, **kwargs)
+
+    machine.measure = interrupted
+    work = controller(store, machine)
+    work.shield = interrupts.shield
+    with pytest.raises(Interrupted), interrupts.installed():
+        work.run()
+    assert not machine.running
+    data = store.data()
+    assert [launch.state for launch in data.launches] == ["done", "interrupted"]
+    assert len(data.blocks) == 3
+    machine.measure = measure
+    done = controller(store, machine).run()
+    assert done.state == "done"
+    assert sum(launch.state != "interrupted" for launch in done.launches) == 14
+    assert len(machine.measured) == len(done.blocks) == 28

@@ -1,0 +1,78 @@
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from tests.tuner.study.toy_study import study
+from tuner.errors import StudyStopped, UsageError
+from tuner.study.lease import EXPIRES_S, Holder, acquire, alive, hold, holder, this_process
+from tuner.study.tables import leases
+
+
+def set_holder(store, **values):
+    with store.engine.begin() as connection:
+        connection.execute(sa.update(leases).values(**values))
+
+
+def test_two_tuners_on_one_study_are_refused_and_the_first_is_named(tmp_path):
+    store = study(tmp_path)
+    with hold(store.engine, "toy"), pytest.raises(UsageError, match=f"process {os.getpid()} on") as refused:
+        acquire(store.engine, "toy")
+    assert refused.value.exit_code == 2
+
+
+def test_a_lease_that_was_given_back_is_free(tmp_path):
+    store = study(tmp_path)
+    with hold(store.engine, "toy") as lease:
+        lease.check()
+        assert holder(store.engine, "toy") == this_process()
+    assert holder(store.engine, "toy") is None
+    with hold(store.engine, "toy"):
+        pass
+
+
+def test_the_lease_of_a_dead_process_is_taken_over_at_once(tmp_path):
+    store = study(tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    acquire(store.engine, "toy")
+    started = Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    set_holder(store, pid=child.pid, pid_started=started)
+    with pytest.raises(UsageError):
+        acquire(store.engine, "toy")
+    os.kill(child.pid, signal.SIGSTOP)  # a stopped tuner may go on at any moment
+    with pytest.raises(UsageError):
+        acquire(store.engine, "toy")
+    child.kill()
+    child.wait()
+    acquire(store.engine, "toy").check()
+
+
+def test_a_reused_pid_and_another_boot_are_not_the_holder(tmp_path):
+    us = this_process()
+    assert alive(us, 0, 1)
+    assert not alive(Holder(us.host, us.boot, us.pid, "12345"), 1e12, 0)
+    assert not alive(Holder(us.host, "another boot", us.pid, us.pid_started), 1e12, 0)
+
+
+def test_another_hosts_lease_holds_until_it_expires(tmp_path):
+    store = study(tmp_path)
+    acquire(store.engine, "toy", clock=lambda: 1000.0)
+    set_holder(store, host="elsewhere")
+    with pytest.raises(UsageError, match="on elsewhere"):
+        acquire(store.engine, "toy", clock=lambda: 1000.0 + EXPIRES_S - 1)
+    acquire(store.engine, "toy", clock=lambda: 1000.0 + EXPIRES_S + 1).check()
+
+
+def test_a_tuner_whose_lease_was_taken_over_stops(tmp_path):
+    store = study(tmp_path)
+    lease = acquire(store.engine, "toy")
+    set_holder(store, token="of another")
+    with pytest.raises(StudyStopped, match="taken over"):
+        lease.check()
+    lease.release()
+    with store.engine.connect() as connection:
+        assert connection.execute(sa.select(leases.c.token)).scalar() == "of another"
