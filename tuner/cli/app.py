@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Any
 
@@ -41,6 +42,14 @@ class Commands(TyperGroup):
             single.command(name=cmd_name)(friendly(module.command))
             self.commands[cmd_name] = typer.main.get_command(single)
         return self.commands[cmd_name]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As usual; an unknown name is answered with the nearest."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            meant = f"Did you mean '{close[0]}'?" if close else f"Commands: {', '.join(COMMANDS)}"
+            ctx.fail(f"there is no command '{args[0]}'. {meant}")
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(

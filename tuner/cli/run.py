@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tuner.cli import options
-from tuner.cli.console import complain, say, say_json
+from tuner.cli.console import complain, say
 from tuner.errors import UsageError
 
 
@@ -73,25 +74,17 @@ def carry_out(store: object, *, storage: str | None, quiet: bool, json_log: bool
         store.close()
     found = recommendation(data)
     if json_log:
-        say_json({"kind": "recommendation", **recommendation_dict(found)})
-        return
-    say()
-    for line in recommendation_lines(found):
-        say(line)
-    if not quiet:
+        say(json.dumps({"kind": "recommendation", **recommendation_dict(found)}, ensure_ascii=False))
+    else:
+        say()
+        for line in recommendation_lines(found):
+            say(line)
+    if not (quiet or json_log):
         say(f"\nThe search ended because: {data.reason}.")
         say(f"Every candidate:  tuner report {data.name}{where}")
         say(f"To deploy it:     tuner export {data.name} --format shell --output DIR{where}")
         if found.overall.winner is None:
             say(f"To search on:     tuner resume {data.name} --more 8{where}")
-    if not data.measured or all(not trial.feasible for trial in data.trials if trial.kind == "measured"):
-        _no_valid_trial(data.measured)
-
-
-def _no_valid_trial(measured: tuple[object, ...]) -> None:
-    complain(
-        f"None of the {len(measured)} candidates could be compared with the baseline."
-        if measured
-        else "No candidate was measured."
-    )
-    raise typer.Exit(1)
+    if not data.pairs:
+        complain(f"None of {len(data.measured)} candidates could be compared with the baseline.")
+        raise typer.Exit(1)

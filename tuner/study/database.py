@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Engine
-from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DatabaseError, NoSuchModuleError, OperationalError, SQLAlchemyError
 
 from tuner.errors import UsageError
 from tuner.study import tables
@@ -50,7 +49,7 @@ def open_database(url: str, *, create: bool) -> Engine:
         UsageError: it does not exist (and is not to be created), is not a database of ours, is damaged, is of another
             schema version, or cannot be reached. It is left as it was.
     """
-    file = _sqlite_file(url)
+    file = sqlite_file(url)
     if file is not None and not file.exists():
         if not create:
             raise UsageError(f"there is no database {file}")
@@ -69,17 +68,8 @@ def open_database(url: str, *, create: bool) -> Engine:
     return engine
 
 
-def _sqlite_file(url: str) -> Path | None:
-    try:
-        return sqlite_file(url)
-    except ArgumentError:
-        raise UsageError(
-            f"--storage '{url}' is not a database URL; for instance sqlite:///studies/NAME/study.db"
-        ) from None
-
-
 def _engine(url: str) -> Engine:
-    sqlite = _sqlite_file(url) is not None
+    sqlite = sqlite_file(url) is not None
     arguments = {"timeout": LOCK_TIMEOUT_S} if sqlite else {}
     try:
         engine = sa.create_engine(url, connect_args=arguments, json_serializer=dumps)

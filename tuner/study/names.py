@@ -36,10 +36,18 @@ def storage_url(name: str, storage: str | None) -> str:
 
 
 def sqlite_file(url: str) -> Path | None:
-    """The file behind a SQLite URL; None for another database or one in memory."""
-    from sqlalchemy.engine import make_url
+    """The file behind a SQLite URL; None for another database or one in memory.
 
-    parsed = make_url(url)
+    Raises:
+        UsageError: it is no database URL.
+    """
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise UsageError(f"'{url}' is not a database URL; for instance sqlite:///studies/NAME/study.db") from None
     in_memory = not parsed.database or parsed.database == ":memory:"
     return None if in_memory or parsed.get_backend_name() != "sqlite" else Path(str(parsed.database))
 
