@@ -181,7 +181,8 @@ class Controller:
         return score(data, trial.candidate_id)
 
     def _tell(self, data: StudyData, trial: StoredTrial) -> None:
-        failure = slot_state(data, self.policy, Slot(trial.candidate_id, "screen", 0)).failure
+        state = slot_state(data, self.policy, Slot(trial.candidate_id, "screen", 0))
+        failure = state.failure or state.unusable
         result = FAILED if failure else self._score(data, trial)
         why = f"{failure.kind}: {failure.message}" if failure else ""
         self.store.put_pairs(data.pairs)
@@ -216,9 +217,8 @@ class Controller:
                 self.store.launch_started(launch, server.pid)
                 self._bring_up(launch, server, record, slot)
                 for level in levels:
-                    valid = self._block(data, launch, server, record, slot, level)
-                    if not valid and slot.role == "screen":
-                        break  # without this level there is no score: the others would be measured for nothing
+                    if not self._block(data, launch, server, record, slot, level):
+                        break  # without this level there is no result: the others would be measured for nothing
             except LaunchFailed as error:
                 with self.shield():
                     self.store.launch_failed(launch, error.failure)

@@ -92,17 +92,21 @@ class StoredLaunch:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """One round of confirmation: each finalist against the baseline, `pairs` times, from `first_repetition` on."""
+    """One round of confirmation: each finalist against the baseline, `pairs` times, from `first_repetition` on.
+
+    A pair with a block that never passes its gates is lost; up to `spares` further ones take the place of such.
+    """
 
     round: int
     finalists: tuple[str, ...]
     first_repetition: int
     pairs: int
+    spares: int = 0
 
     @property
     def repetitions(self) -> range:
-        """The repetitions of this round; a pair's index is its repetition."""
-        return range(self.first_repetition, self.first_repetition + self.pairs)
+        """The repetitions that belong to this round, spares included; a pair's index is its repetition."""
+        return range(self.first_repetition, self.first_repetition + self.pairs + self.spares)
 
 
 @dataclass(frozen=True)

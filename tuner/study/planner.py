@@ -28,7 +28,8 @@ class Policy:
         pairs: pairs of blocks per finalist and level in the confirmation.
         environment_retries: launches repeated when the machine was at fault, before the study stops.
         candidate_retries: launches repeated after a failure of the candidate's that may be chance.
-        block_attempts: measurements of one block until it passes its gates.
+        spare_pairs: pairs measured beyond `pairs`, and beyond the budget, in place of those whose gates failed.
+        block_attempts: measurements of one block, within a launch, until it passes its gates.
         max_finalists: candidates confirmed in one round.
         max_idle_trials: proposals in a row that need no launch before the search ends.
     """
@@ -36,7 +37,8 @@ class Policy:
     pairs: int = 4
     environment_retries: int = 2
     candidate_retries: int = 1
-    block_attempts: int = 2
+    spare_pairs: int = 2
+    block_attempts: int = 3
     max_finalists: int = 3
     max_idle_trials: int = 50
 
@@ -94,11 +96,16 @@ Step = Begin | Measure | Tell | Confirm | Stop | Done
 
 @dataclass(frozen=True)
 class SlotState:
-    """How far a slot is: levels still to measure, and the failure that ended it, if one did."""
+    """How far a slot is: levels still to measure, and what has ended it before all were.
+
+    `unusable` is the failure of a level whose blocks never passed their gates: the slot is over, and has no result.
+    `failure` is that of a launch that is not tried again; `broken` says that the machine is to blame for it.
+    """
 
     missing: tuple[int, ...]
-    failure: Failure | None
+    failure: Failure | None = None
     broken: bool = False
+    unusable: Failure | None = None
 
 
 def next_step(data: StudyData, policy: Policy, *, exhausted: bool) -> Step:
@@ -121,16 +128,16 @@ def _go_on(data: StudyData, policy: Policy, trial: StoredTrial) -> Step:
     state = slot_state(data, policy, slot)
     if state.broken and state.failure is not None:
         return Stop("environment_broken", state.failure, slot)
-    if state.failure is not None:
-        return Stop("baseline_failed", state.failure, slot) if trial.kind == "baseline" else Tell(trial.number)
+    if (failure := state.failure or state.unusable) is not None:
+        return Stop("baseline_failed", failure, slot) if trial.kind == "baseline" else Tell(trial.number)
     return Measure(slot, state.missing) if state.missing else Tell(trial.number)
 
 
 def _measure(data: StudyData, policy: Policy, slot: Slot) -> Step | None:
     """The step of a slot of the baseline outside of its trial; None when it is complete."""
     state = slot_state(data, policy, slot)
-    if state.failure is not None:
-        return Stop("environment_broken" if state.broken else "baseline_failed", state.failure, slot)
+    if (failure := state.failure or state.unusable) is not None:
+        return Stop("environment_broken" if state.broken else "baseline_failed", failure, slot)
     return Measure(slot, state.missing) if state.missing else None
 
 
@@ -142,11 +149,7 @@ def baseline_due(data: StudyData) -> Slot | None:
 
 
 def slot_state(data: StudyData, policy: Policy, slot: Slot) -> SlotState:
-    """How far a slot is.
-
-    A level whose blocks never pass their gates ends a screening: there is no score without it. In confirmation only
-    that pair is lost.
-    """
+    """How far a slot is; failures that were forgiven do not count."""
     launches = [launch for launch in data.launches if launch.slot == slot and not launch.forgiven]
     counted = {launch.id for launch in launches}
     missing = []
@@ -154,14 +157,13 @@ def slot_state(data: StudyData, policy: Policy, slot: Slot) -> SlotState:
         if data.block(slot, level) is not None:
             continue
         attempts = [b for b in data.by_slot.get(slot, ()) if b.concurrency == level and b.launch_id in counted]
-        if len(attempts) < policy.block_attempts:
-            missing.append(level)
-        elif slot.role == "screen":
-            return SlotState(tuple(missing), invalid_block(attempts[-1].block.gates, level, len(attempts)))
+        if len(attempts) >= policy.block_attempts:
+            return SlotState((), unusable=invalid_block(attempts[-1].block.gates, level, len(attempts)))
+        missing.append(level)
     failures = [launch.failure for launch in launches if launch.state == "failed" and launch.failure is not None]
     if missing and failures and not _may_retry(failures, policy):
         return SlotState(tuple(missing), failures[-1], failures[-1].blame == "environment")
-    return SlotState(tuple(missing), None)
+    return SlotState(tuple(missing))
 
 
 def _may_retry(failures: Sequence[Failure], policy: Policy) -> bool:
@@ -274,37 +276,38 @@ def disqualified(data: StudyData, policy: Policy) -> set[str]:
     }
 
 
-def slots_of(data: StudyData, confirmation: Confirmation) -> list[Slot]:
+def slots_of(data: StudyData, policy: Policy, confirmation: Confirmation) -> list[Slot]:
     """The launches of a round, in order: the baseline, then the finalists, and every other pair mirrored (ABBA BAAB).
 
-    Which pairs are mirrored follows the Thue-Morse sequence: a drift, linear or not, then cancels.
+    Which pairs are mirrored follows the Thue-Morse sequence: a drift, linear or not, then cancels. Finalists that have
+    failed are left out, and so is what remains of a lost pair; a spare pair follows for it.
     """
-    order = (data.baseline.id, *confirmation.finalists)
-    slots = []
-    for i, repetition in enumerate(confirmation.repetitions):
+    dropped = disqualified(data, policy)
+    order = (data.baseline.id, *(finalist for finalist in confirmation.finalists if finalist not in dropped))
+    slots: list[Slot] = []
+    kept = 0
+    for i, repetition in enumerate(confirmation.repetitions if len(order) > 1 else ()):
+        if kept == confirmation.pairs:
+            break
         mirrored = i.bit_count() % 2 == 1
-        slots += [Slot(candidate, "confirm", repetition) for candidate in (order[::-1] if mirrored else order)]
+        pair = [Slot(candidate, "confirm", repetition) for candidate in (order[::-1] if mirrored else order)]
+        lost = [n for n, slot in enumerate(pair) if slot_state(data, policy, slot).unusable is not None]
+        slots += pair[: lost[0]] if lost else pair
+        kept += not lost
     return slots
 
 
 def _confirm(data: StudyData, policy: Policy, over: str) -> Step:
-    dropped = disqualified(data, policy)
     for confirmation in data.confirmations:
-        if not set(confirmation.finalists) - dropped:
-            continue
-        for slot in slots_of(data, confirmation):
-            if slot.candidate_id in dropped:
-                continue
+        for slot in slots_of(data, policy, confirmation):
             state = slot_state(data, policy, slot)
-            if state.broken and state.failure is not None:
-                return Stop("environment_broken", state.failure, slot)
-            if state.missing and state.failure is not None:
-                return Stop("baseline_failed", state.failure, slot)
+            if state.failure is not None:
+                return Stop("environment_broken" if state.broken else "baseline_failed", state.failure, slot)
             if state.missing:
                 return Measure(slot, state.missing)
     pairs = planned_pairs(data.budget.launches, policy)
     if pairs and (chosen := finalists(data, policy, pairs)):
         last = data.confirmations[-1] if data.confirmations else None
-        first = last.first_repetition + last.pairs if last else 0
-        return Confirm(Confirmation(len(data.confirmations), chosen, first, pairs))
+        first = last.repetitions.stop if last else 0
+        return Confirm(Confirmation(len(data.confirmations), chosen, first, pairs, policy.spare_pairs))
     return Done(over)

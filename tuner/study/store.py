@@ -84,7 +84,7 @@ class StudyStore:
             launches=tuple(_launch(launch) for launch in launches),
             blocks={b.id: _block(b, order) for order, b in enumerate(blocks)},
             confirmations=tuple(
-                Confirmation(c.round, tuple(c.finalists), c.first_repetition, c.pairs) for c in confirmations
+                Confirmation(c.round, tuple(c.finalists), c.first_repetition, c.pairs, c.spares) for c in confirmations
             ),
             verdicts=tuple(Verdict(**v.verdict) for v in verdicts),
             events=tuple(StoredEvent(e.id, e.at, e.kind, e.message) for e in events),
@@ -272,6 +272,7 @@ class StudyStore:
             "finalists": list(confirmation.finalists),
             "first_repetition": confirmation.first_repetition,
             "pairs": confirmation.pairs,
+            "spares": confirmation.spares,
         }
         with self.engine.begin() as connection:
             connection.execute(sa.insert(t.confirmations).values(values))

@@ -75,8 +75,7 @@ def launches_left(data: StudyData) -> int:
     pairs = planned_pairs(data.budget.launches, POLICIES[data.space.profile])
     confirming = sum(launch.slot.role == "confirm" and launch.state == "done" for launch in data.launches)
     if data.confirmations:
-        planned = sum(c.pairs * (1 + len(c.finalists)) for c in data.confirmations)
-        return max(0, planned - confirming)
+        return max(0, sum(c.pairs * (1 + len(c.finalists)) for c in data.confirmations) - confirming)
     search = data.budget.launches - 2 * pairs - launches_used(data)
     return max(0, min(search, data.budget.candidates - len(data.measured))) + 2 * pairs
 

@@ -120,6 +120,7 @@ confirmations = Table(
     Column("finalists", JSON, nullable=False),
     Column("first_repetition", Integer, nullable=False),
     Column("pairs", Integer, nullable=False),
+    Column("spares", Integer, nullable=False),
 )
 
 pairs = Table(

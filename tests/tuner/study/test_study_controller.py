@@ -277,6 +277,34 @@ def test_a_candidate_whose_blocks_never_pass_has_no_score(tmp_path):
     assert [(t.value, t.why.partition(":")[0]) for t in trials] == [(PESSIMISTIC, "client_bound")] * 2
 
 
+def test_a_pair_that_is_lost_in_confirmation_is_made_up_for(tmp_path):
+    machine = ToyMachine()
+
+    def valid(settings, level, count):
+        starts = len(machine.starts)
+        return not (starts in (8, 11) and level == 1)  # a finalist's launch, then another's or the baseline's
+
+    machine.valid = valid
+    data, _, _ = run(tmp_path, machine, policy=Policy(block_attempts=1))
+    confirmed = Counter(pair.concurrency for pair in data.pairs if pair.role == "confirm")
+    assert confirmed[1] == 4
+    assert recommendation(data).overall.verdict.n == 4
+    (confirmation,) = data.confirmations
+    used = {launch.slot.repetition for launch in data.launches if launch.slot.role == "confirm"}
+    assert used == set(confirmation.repetitions)
+    assert 14 < len(machine.starts) <= 18
+
+
+def test_spare_pairs_are_bounded(tmp_path):
+    def valid(settings, level, count):
+        return count == 1 or len(settings) == 1  # of the finalists, no block passes but in the search
+
+    data, machine, _ = run(tmp_path, ToyMachine(valid=valid), policy=Policy(block_attempts=1))
+    assert data.state == "done"
+    assert recommendation(data).overall.winner is None
+    assert len(machine.starts) <= 6 + 2 * 6
+
+
 def test_a_baseline_whose_blocks_never_pass_stops_the_study(tmp_path):
     with pytest.raises(StudyStopped, match="client_bound"):
         controller(study(tmp_path), ToyMachine(valid=lambda settings, level, count: level == 1)).run()
