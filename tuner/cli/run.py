@@ -10,7 +10,7 @@ import typer
 
 from tuner.cli import options
 from tuner.cli.console import complain, say
-from tuner.errors import UsageError
+from tuner.errors import EnvironmentBroken, UsageError
 
 
 def command(
@@ -51,6 +51,9 @@ def command(
 
 def carry_out(store: object, *, storage: str | None, quiet: bool, json_log: bool) -> None:
     """Runs a study to its end and prints the answer; says how to go on when it is interrupted."""
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import OperationalError
+
     from tuner.cli.watch import watching
     from tuner.judge.text import recommendation_dict, recommendation_lines
     from tuner.study.decide import recommendation
@@ -70,6 +73,11 @@ def carry_out(store: object, *, storage: str | None, quiet: bool, json_log: bool
             f"Go on with: tuner resume {store.name}{where}"
         )
         raise
+    except (OperationalError, StorageInternalError) as error:
+        raise EnvironmentBroken(
+            f"the study's database cannot be read or written: {error.__cause__ or error}. What was kept before is not "
+            f"lost; go on with: tuner resume {store.name}{where}"
+        ) from error
     finally:
         store.close()
     found = recommendation(data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,19 @@ SHARE = "share/spec-tuner/search_spaces"
 
 def shipped_folder() -> Path | None:
     """The folder of the spaces that ship: beside the package in a checkout, else where the wheel installed them."""
-    beside = Path(__file__).resolve().parents[2] / "search_spaces"
-    if beside.is_dir():
-        return beside
+    root = Path(__file__).resolve().parents[2]
+    return next((folder for folder in (root / "search_spaces", *_installed(root)) if folder.is_dir()), None)
+
+
+def _installed(root: Path) -> Iterator[Path]:
+    """Where an installation may have put them: what it says itself, then where such data usually goes."""
     try:
-        for file in metadata.files("spec-tuner") or ():
-            if file.as_posix().endswith(".yaml") and SHARE in file.as_posix():
-                return Path(str(file.locate())).resolve().parent
+        files = metadata.files("spec-tuner") or ()
     except metadata.PackageNotFoundError:
-        pass
-    installed = Path(sysconfig.get_path("data")) / SHARE
-    return installed if installed.is_dir() else None
+        files = ()
+    yield from (Path(str(f.locate())).resolve().parent for f in files if SHARE in f.as_posix())
+    yield Path(sysconfig.get_path("data")) / SHARE
+    yield root / SHARE
 
 
 def shipped() -> dict[str, Path]:

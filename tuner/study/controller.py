@@ -266,7 +266,8 @@ class Controller:
             if block is None or not _is_finite(block):
                 raise LaunchFailed(outcome.failure or _nothing_measured(level))
             with self.shield():
-                self.store.put_block(launch, slot, block)
+                number = self.store.put_block(launch, slot, block)
+                self.world.keep_requests(outcome, self.folder / "requests" / f"block-{number}.jsonl.gz")
             rate = f"{block.tokens_per_s:.1f} tokens/s at {level}"
             if block.valid:
                 self._say("block", f"{self._named(data, slot.candidate_id)}: {rate}", level=level)

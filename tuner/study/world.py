@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from tuner.errors import EnvironmentBroken
 from tuner.records import Block, Failure, LaunchRecord, Role
 from tuner.space import Space
 
@@ -82,6 +83,9 @@ class World(Protocol):
     ) -> Outcome:
         """One block. Equal seeds mean equal requests."""
 
+    def keep_requests(self, outcome: Outcome, path: Path) -> None:
+        """Writes the requests of a block to a file, one a line."""
+
     def reap(self, marker: Mapping[str, str]) -> list[int]:
         """Ends whatever still carries a marker that begins so; the pids."""
 
@@ -144,6 +148,24 @@ class Machine:
             on_progress=on_progress,
             server_failure=server.failure,
         )
+
+    def keep_requests(self, outcome: Outcome, path: Path) -> None:
+        """Writes the requests of a block to a file, one JSON object a line, compressed.
+
+        Raises:
+            EnvironmentBroken: the file cannot be written.
+        """
+        import gzip
+        import json
+        from dataclasses import asdict
+
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with gzip.open(path, "wt", encoding="utf-8") as file:
+                for trace in getattr(outcome, "traces", ()):
+                    file.write(json.dumps(asdict(trace), ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise EnvironmentBroken(f"{path} cannot be written: {error}. The block itself is kept") from error
 
     def reap(self, marker: Mapping[str, str]) -> list[int]:
         """Ends whatever still carries a marker that begins so; the pids."""

@@ -194,6 +194,9 @@ class ToyMachine:
         rate = self.speed(record.settings, concurrency) * noise
         return Outcome(block(concurrency, role, rate, valid=self.valid(record.settings, concurrency, count)))
 
+    def keep_requests(self, outcome: Outcome, path: Path) -> None:
+        assert path.name.startswith("block-")
+
     def reap(self, marker: Mapping[str, str]) -> list[int]:
         self.reaped.append(dict(marker))
         self.running.clear()
