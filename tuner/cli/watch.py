@@ -19,7 +19,7 @@ from tuner.cli.console import duration
 from tuner.study.controller import change, described
 from tuner.study.data import Slot, StudyData
 from tuner.study.progress import Event, Observer, Silent
-from tuner.study.summary import summary
+from tuner.study.summary import Summary, summary
 
 REFRESH_PER_S = 1
 """Drawing takes CPU time that the measured server could have: once a second is enough for an eye."""
@@ -59,19 +59,20 @@ class LiveDisplay(Silent):
     """Events scroll by; below them stand the current launch, the block, the incumbent and the time."""
 
     def __init__(self, console: Console) -> None:
-        self.live = Live(console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self.render, transient=True)
         self.began = time.monotonic()
         self.data: StudyData | None = None
-        self.phase = ""
+        self.found: Summary | None = None
+        self.phase = "opening the study"
         self.progress: Any = None
+        self.live = Live(console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self.render, transient=True)
 
     def event(self, event: Event) -> None:
         """Prints it above the display."""
         self.live.console.print(Text(event.message, style="yellow" if "fail" in event.kind else ""))
 
     def state(self, data: StudyData) -> None:
-        """The figures shown from now on."""
-        self.data = data
+        """The figures shown from now on; worked out here, between blocks, and not while one is measured."""
+        self.data, self.found = data, summary(data)
 
     def working(self, slot: Slot, phase: str, concurrency: int | None = None) -> None:
         """What is shown as being done."""
@@ -97,8 +98,8 @@ class LiveDisplay(Silent):
         table.add_row("now", self.phase)
         if self.progress is not None:
             table.add_row("block", self._block())
-        if self.data is not None:
-            self._figures(table, self.data)
+        if self.data is not None and self.found is not None:
+            self._figures(table, self.data, self.found)
         return Group(Text(), table)
 
     def _block(self) -> Table:
@@ -111,8 +112,7 @@ class LiveDisplay(Silent):
         row.add_row(progress.phase, bar, f"{progress.requests} requests", rate)
         return row
 
-    def _figures(self, table: Table, data: StudyData) -> None:
-        found = summary(data)
+    def _figures(self, table: Table, data: StudyData, found: Summary) -> None:
         best = found.incumbent
         if best is not None:
             said = f"{described(best.candidate)}: {change(best.score.value)} in the search, unconfirmed"

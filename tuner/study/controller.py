@@ -99,7 +99,7 @@ class Controller:
                 case Confirm(confirmation=confirmation):
                     self.store.put_confirmation(confirmation)
                     named = " and ".join(self._named(data, c) for c in confirmation.finalists)
-                    self._event("confirmation", f"confirming {named} in {confirmation.pairs} pairs with the baseline")
+                    self._say("confirmation", f"confirming {named} in {confirmation.pairs} pairs with the baseline")
                 case Stop():
                     self._stop(data, step)
                 case Done(reason=reason):

@@ -178,7 +178,7 @@ class StudyData:
         """Seconds during which a server of this study was up."""
         return sum(launch.duration_s for launch in self.launches)
 
-    @property
+    @cached_property
     def pairs(self) -> tuple[Pair, ...]:
         """The pairs that the blocks make up; a function of the blocks alone."""
         from tuner.study.score import pairs_of
