@@ -55,7 +55,7 @@ def recommend(
     if evidence:
         overall = _choose_overall(evidence, levels, per_level, worst_level)
     else:
-        why = _why_nothing_confirmed(baseline, candidates, pairs, usable)
+        why = _why_nothing_confirmed(baseline, candidates, pairs, usable, blocks)
         overall = Choice(None, None, None, None, None, why)
         per_level = tuple(
             Choice(level, None, None, _mean_rate(_baseline_blocks(usable, blocks, level)), None, why)
@@ -200,7 +200,11 @@ def _could_see(found: Verdict) -> str:
 
 
 def _why_nothing_confirmed(
-    baseline: Candidate, candidates: Mapping[str, Candidate], pairs: Sequence[Pair], usable: Sequence[Pair]
+    baseline: Candidate,
+    candidates: Mapping[str, Candidate],
+    pairs: Sequence[Pair],
+    usable: Sequence[Pair],
+    blocks: Mapping[int, StoredBlock],
 ) -> str:
     others = len(candidates.keys() - {baseline.id})
     if not others:
@@ -208,7 +212,11 @@ def _why_nothing_confirmed(
     if any(p.role == "confirm" for p in pairs):
         return "no confirmation pair is valid: each has a block that failed a gate"
     if usable:
-        return "no candidate was confirmed: the search's own figures favour the lucky and name no winner"
+        seen = detectable_gain(pair_sd((), [_series(p, blocks) for p in usable]), MIN_PAIRS)
+        return (
+            "not separated: no candidate was confirmed, and the search's own figures favour the lucky; at the noise "
+            f"seen, {MIN_PAIRS} confirmation pairs would show a gain of {percent(1 + seen)} four times in five"
+        )
     noun = "the only candidate" if others == 1 else f"none of {others} candidates"
     verb = "gave no valid pair" if others == 1 else "gave a valid pair"
     return f"no comparison possible: {noun} {verb} of blocks"

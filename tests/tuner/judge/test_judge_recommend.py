@@ -33,7 +33,8 @@ def test_what_only_the_search_saw_names_no_winner():
     assert found.overall.winner is None
     assert found.per_concurrency[0].winner is None
     assert found.per_concurrency[0].baseline_tokens_per_s == pytest.approx(100)
-    assert "no candidate was confirmed" in found.overall.why
+    assert "not separated: no candidate was confirmed" in found.overall.why
+    assert "would show a gain of +" in found.overall.why
 
 
 def test_an_invalid_block_makes_no_winner():
