@@ -53,14 +53,37 @@ class Llama:
                 )
             )
         self._norm = take("model.norm", h)
-        head = self._embedding if config.tied else take("lm_head", config.vocab, h)
-        self._head = ops.linear(head, as_float=True)
+        self._head_weight = self._embedding if config.tied else take("lm_head", config.vocab, h)
+        self._head = ops.linear(self._head_weight, as_float=True)
         self._rope = _rope_tables(config, context_length)
+
+    @property
+    def embedding(self) -> Tensor:
+        """Input embeddings, [V, H]: shared with drafters, read only."""
+        return self._embedding
+
+    @property
+    def final_norm(self) -> Tensor:
+        """Weight of the last normalisation, [H]."""
+        return self._norm
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """Rows of the output layer for these token ids, [n, H]."""
+        return self._head_weight[ids]
 
     def forward(self, view: View, pool: KVPool) -> Tensor:
         """Logits, float32 [R, V], of the view's logit rows; keys and values of all rows go to the pool."""
+        hidden, _ = self.hidden(view, pool)
+        return self._head(hidden[view.logit_rows])
+
+    def hidden(self, view: View, pool: KVPool, layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+        """Final normed hidden states [T, H], and the outputs of these layers side by side, [T, len(layers) H].
+
+        A layer's output is the residual stream behind it, before the next normalisation (EAGLE-3's features).
+        """
         ops, config, eps = self.ops, self.config, self.config.rms_eps
         residual = self._embedding[view.tokens]
+        features = torch.empty(len(residual), len(layers) * config.hidden, dtype=self.dtype)
         normed = ops.rms_norm(residual, self._layers[0].attention_norm, eps)
         following = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
         for i, layer in enumerate(self._layers):
@@ -71,7 +94,10 @@ class Llama:
             normed = ops.add_rms_norm(mixed, residual, layer.mlp_norm, eps)
             added = layer.down(ops.silu_mul(layer.gate_up(normed)))
             normed = ops.add_rms_norm(added, residual, following[i], eps)
-        return self._head(normed[view.logit_rows])
+            if i in layers:
+                at = layers.index(i) * config.hidden
+                features[:, at : at + config.hidden] = residual
+        return normed, features
 
 
 def _rope_tables(config: ModelConfig, positions: int) -> tuple[Tensor, Tensor]:
