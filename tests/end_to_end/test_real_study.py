@@ -46,6 +46,17 @@ def finish(process: subprocess.Popen[str], status: int = 0) -> str:
     return text
 
 
+def run_to_the_end(folder: Path) -> str:
+    """`tuner run`, repeated where neighbours on the machine spoiled the measurement: exit 3, and it can go on."""
+    for _ in range(4):
+        process = tuner(folder, "run", "space.yaml")
+        text, _ = process.communicate(timeout=300)
+        if process.returncode != 3:
+            break
+    assert process.returncode == 0, text
+    return text
+
+
 def until(true: Callable[[], bool], patience_s: float = 120) -> None:
     deadline = time.monotonic() + patience_s
     while not true():
@@ -81,7 +92,7 @@ def test_a_killed_study_goes_on_and_its_decision_can_be_deployed(tmp_path: Path)
     first.communicate()
     before = blocks(tmp_path)
 
-    text = finish(tuner(tmp_path, "run", "space.yaml"))
+    text = run_to_the_end(tmp_path)
     after = blocks(tmp_path)
     assert after[: len(before)] == before, "a measured block was lost or measured twice"
     assert len(after) == 4, text

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tuner.bench.gates import ENVIRONMENT_GATES
 from tuner.records import Failure, Gate
 from tuner.study.data import Confirmation, Slot, StoredTrial, StudyData
 from tuner.study.score import BASELINE_EVERY, score
@@ -29,7 +30,8 @@ class Policy:
         environment_retries: launches repeated when the machine was at fault, before the study stops.
         candidate_retries: launches repeated after a failure of the candidate's that may be chance.
         spare_pairs: pairs measured beyond `pairs`, and beyond the budget, in place of those whose gates failed.
-        block_attempts: measurements of one block, within a launch, until it passes its gates.
+        block_attempts: measurements of one block, within a launch, until it passes its gates. Where the machine is
+            to blame, `environment_retries` launches more try once each.
         max_finalists: candidates confirmed in one round.
         max_idle_trials: proposals in a row that need no launch before the search ends.
     """
@@ -99,7 +101,8 @@ class SlotState:
     """How far a slot is: levels still to measure, and what has ended it before all were.
 
     `unusable` is the failure of a level whose blocks never passed their gates: the slot is over, and has no result.
-    `failure` is that of a launch that is not tried again; `broken` says that the machine is to blame for it.
+    `failure` ends it otherwise: of a launch that is not tried again, or of blocks that the machine spoiled; `broken`
+    says that the machine is to blame.
     """
 
     missing: tuple[int, ...]
@@ -158,7 +161,11 @@ def slot_state(data: StudyData, policy: Policy, slot: Slot) -> SlotState:
             continue
         attempts = [b for b in data.by_slot.get(slot, ()) if b.concurrency == level and b.launch_id in counted]
         if len(attempts) >= policy.block_attempts:
-            return SlotState((), unusable=invalid_block(attempts[-1].block.gates, level, len(attempts)))
+            invalid = invalid_block(attempts[-1].block.gates, level, len(attempts))
+            if invalid.blame == "candidate" or slot.role == "confirm":  # a lost pair is made up for by a spare one
+                return SlotState((), unusable=invalid)
+            if len(attempts) >= policy.block_attempts + policy.environment_retries:
+                return SlotState((), invalid, broken=True)
         missing.append(level)
     failures = [launch.failure for launch in launches if launch.state == "failed" and launch.failure is not None]
     if missing and failures and not _may_retry(failures, policy):
@@ -174,10 +181,16 @@ def _may_retry(failures: Sequence[Failure], policy: Policy) -> bool:
 
 
 def invalid_block(gates: Sequence[Gate], level: int, attempts: int) -> Failure:
-    """The failure of a level that was measured `attempts` times and never passed its gates, named after the first."""
+    """The failure of a level that was measured `attempts` times and never passed its gates, named after the first.
+
+    The machine is to blame where nothing but its own gates failed: it is too busy, or slower than its client.
+    """
     red = [gate for gate in gates if not gate.ok]
     said = "; ".join(f"{gate.name} {gate.value:g}, limit {gate.limit:g} ({gate.detail})" for gate in red)
-    return Failure(red[0].name, "bench", f"no valid block at concurrency {level} in {attempts} attempts: {said}")
+    message = f"no valid block at concurrency {level} in {attempts} attempts: {said}"
+    if all(gate.name in ENVIRONMENT_GATES for gate in red):
+        return Failure(red[0].name, "bench", message, blame="environment", retryable=True)
+    return Failure(red[0].name, "bench", message)
 
 
 def level_order(data: StudyData, slot: Slot) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ def test_two_shared_cores_still_give_valid_blocks():
         ({"in_flight": 7.8}, "low_concurrency"),
         ({"requests": 3}, "too_few_requests"),
         ({"client_busy": 0.6}, "client_bound"),
-        ({"client_steal": 0.03}, "client_steals_cpu"),
+        ({"client_steal": 0.05}, "client_steals_cpu"),
         ({"turnaround_s": 0.02}, "slow_turnaround"),
         ({"loop_lag_s": 0.02}, "slow_turnaround"),
         ({"edge_lag_s": 0.1}, "loop_lag"),

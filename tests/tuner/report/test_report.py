@@ -114,7 +114,7 @@ def test_what_failed_is_there_with_its_evidence_and_does_not_break_the_page(view
 
 def test_blocks_that_a_gate_has_invalidated_are_listed_with_what_became_of_them(view: StudyView) -> None:
     assert view.invalid
-    assert {(bad.gate, bad.concurrency, bad.repeated) for bad in view.invalid} == {("client_bound", 8, True)}
+    assert {(bad.gate, bad.concurrency, bad.repeated) for bad in view.invalid} == {("degenerate_output", 8, True)}
     assert "measured again" in markdown(view)
 
 

@@ -244,6 +244,23 @@ def test_a_machine_that_stays_broken_stops_the_study_and_can_be_resumed(tmp_path
     assert all(trial.value != PESSIMISTIC for trial in data.measured)
 
 
+def test_blocks_that_the_machine_spoils_are_retried_and_never_held_against_a_candidate(tmp_path):
+    busy = {"now": True}
+    machine = ToyMachine(
+        valid=lambda settings, level, count: not (busy["now"] and settings.get("num_steps") and level == 8),
+        gate="client_steals_cpu",
+    )
+    store = study(tmp_path)
+    with pytest.raises(EnvironmentBroken, match="client_steals_cpu"):
+        controller(store, machine).run()
+    assert len(machine.starts) == 1 + 3
+    assert store.data().trials[-1].running
+    busy["now"] = False
+    data = controller(store, machine).run()
+    assert data.state == "done"
+    assert all(trial.value != PESSIMISTIC for trial in data.measured)
+
+
 def test_what_cannot_be_mended_by_trying_again_is_not_tried_again(tmp_path):
     machine = ToyMachine(fails=fails("start", "env_broken", blame="environment"))
     with pytest.raises(EnvironmentBroken):
@@ -274,7 +291,7 @@ def test_a_candidate_whose_blocks_never_pass_has_no_score(tmp_path):
 
     data, _, _ = run(tmp_path, ToyMachine(valid=valid), the_space=space(SPACE, "budget.launches=40"), policy=QUICK)
     trials = [t for t in data.measured if data.candidates[t.candidate_id].settings["num_steps"] == 3]
-    assert [(t.value, t.why.partition(":")[0]) for t in trials] == [(PESSIMISTIC, "client_bound")] * 2
+    assert [(t.value, t.why.partition(":")[0]) for t in trials] == [(PESSIMISTIC, "degenerate_output")] * 2
 
 
 def test_a_pair_that_is_lost_in_confirmation_is_made_up_for(tmp_path):
@@ -306,7 +323,7 @@ def test_spare_pairs_are_bounded(tmp_path):
 
 
 def test_a_baseline_whose_blocks_never_pass_stops_the_study(tmp_path):
-    with pytest.raises(StudyStopped, match="client_bound"):
+    with pytest.raises(StudyStopped, match="degenerate_output"):
         controller(study(tmp_path), ToyMachine(valid=lambda settings, level, count: level == 1)).run()
 
 

@@ -44,7 +44,16 @@ def speed(settings: Mapping[str, Any], level: int) -> float:
     return base * (gain if level == 1 else 1 - 0.03 * steps)
 
 
-def block(level: int, role: str, rate: float, *, valid: bool = True, ttft_p90: float = 50.0, now: float = 0.0) -> Block:
+def block(
+    level: int,
+    role: str,
+    rate: float,
+    *,
+    valid: bool = True,
+    gate: str = "degenerate_output",
+    ttft_p90: float = 50.0,
+    now: float = 0.0,
+) -> Block:
     latencies = Percentiles(64, 40.0, 40.0, ttft_p90, None)
     return Block(
         concurrency=level,
@@ -65,7 +74,7 @@ def block(level: int, role: str, rate: float, *, valid: bool = True, ttft_p90: f
         chunk_gap_ms=latencies,
         e2e_ms=latencies,
         accept_length=1.0,
-        gates=(Gate("client_bound", 0.1, 0.5, valid),),
+        gates=(Gate(gate, 0.1, 0.5, valid),),
         series=(rate,) * 10,
     )
 
@@ -152,6 +161,7 @@ class ToyMachine:
     speed: Callable[[Mapping[str, Any], int], float] = speed
     fails: Callable[[str, Mapping[str, Any], int], Failure | None] = lambda _phase, _settings, _count: None
     valid: Callable[[Mapping[str, Any], int, int], bool] = lambda _settings, _level, _count: True
+    gate: str = "degenerate_output"
     starts: list[Mapping[str, Any]] = field(default_factory=list)
     measured: list[tuple[str, int, str, int]] = field(default_factory=list)
     reaped: list[Mapping[str, str]] = field(default_factory=list)
@@ -192,7 +202,8 @@ class ToyMachine:
         # A little noise, the same for the same request seed and candidate: what is measured is a pure function.
         noise = 1 + 0.001 * math.sin(seed % 1000 + len(record.settings))
         rate = self.speed(record.settings, concurrency) * noise
-        return Outcome(block(concurrency, role, rate, valid=self.valid(record.settings, concurrency, count)))
+        valid = self.valid(record.settings, concurrency, count)
+        return Outcome(block(concurrency, role, rate, valid=valid, gate=self.gate))
 
     def keep_requests(self, outcome: Outcome, path: Path) -> None:
         assert path.name.startswith("block-")
