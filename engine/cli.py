@@ -147,3 +147,42 @@ def _refuse(problems: list[str]) -> None:
     for problem in problems:
         typer.echo(f"error: {problem}", err=True)
     raise typer.Exit(2)
+
+
+@app.command()
+def train_head(
+    corpus: Annotated[list[str], _option("Gzipped JSON lines of the target's own conversations; repeatable.")],
+    model: Annotated[str, _option("The target.")] = EngineConfig.model,
+    folder: Annotated[
+        str | None, _option("Where checkpoints and the curve are kept; training goes on there. Default: the cache.")
+    ] = None,
+    held_out: Annotated[
+        str | None, _option('JSON lines with "text": prompts that acceptance is measured on. Default: of the corpus.')
+    ] = None,
+    draft_vocab: Annotated[int, _option("Size of the reduced draft vocabulary.")] = 16384,
+    tokens: Annotated[int, _option("Response tokens to train on in all.")] = 1_500_000,
+    threads: Annotated[int | None, _option("CPU threads; default: all.")] = None,
+    seed: Annotated[int, _option("Of the start and the order of the data.")] = 0,
+) -> None:
+    """Train an EAGLE-3 draft head on the target's own answers; killed or interrupted, the same command goes on."""
+    from pathlib import Path
+
+    from engine.train.command import train_head as train
+    from engine.train.loop import Recipe
+
+    configure_logging("info")
+    try:
+        done = train(
+            model,
+            [Path(file) for file in corpus],
+            Path(folder) if folder else None,
+            Path(held_out) if held_out else None,
+            draft_vocab,
+            1536,
+            Recipe(tokens=tokens, seed=seed),
+            threads,
+        )
+    except EngineError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    typer.echo(done)

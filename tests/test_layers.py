@@ -54,8 +54,9 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         "build": {"config", "errors", "memory", "model", "ops", "scheduler", "spec"},
         "worker": {"build", "config", "errors", "ipc"},
         "server": {"config", "errors", "ipc", "logs", "model", "text", "worker"},
+        "train": {"build", "cache", "config", "errors", "ipc", "memory", "model", "ops", "text"},
         "logs": set(),
-        "cli": {"cache", "config", "errors", "logs", "model", "server"},
+        "cli": {"cache", "config", "errors", "logs", "model", "server", "train"},
     },
 }
 

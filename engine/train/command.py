@@ -1,0 +1,132 @@
+"""`engine train-head`: from a corpus of the target's own conversations to a draft head."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from engine.build import build
+from engine.cache import cache_dir
+from engine.config import EngineConfig
+from engine.errors import InvalidConfig
+from engine.model.source import resolve
+from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.train.corpus import ChatFrame, Conversation, kept_vocabulary, read
+from engine.train.head import HeadShape
+from engine.train.loop import Bench, Recipe, Trainer
+from engine.train.loop import Progress as Standing
+from engine.train.target import Taught, Teacher, answer, feature_layers
+
+log = logging.getLogger(__name__)
+
+_SAVE_EVERY_S = 60.0
+_BENCH_PROMPTS = 48
+_BENCH_TOKENS = 200
+
+
+def train_head(
+    model: str,
+    corpus: Sequence[Path],
+    folder: Path | None,
+    held_out: Path | None,
+    draft_vocab: int,
+    intermediate: int,
+    recipe: Recipe,
+    threads: int | None,
+) -> Path:
+    """Train, or go on with, the head in `folder`; returns the folder.
+
+    Raises:
+        InvalidConfig: no corpus, or a folder that holds a head of another recipe.
+    """
+    core = build(EngineConfig(model=model, dtype="bfloat16", threads=threads, max_running_requests=64))
+    source = resolve(model)
+    tokenizer = load_tokenizer(source)
+    frame = ChatFrame(tokenizer)
+    folder = folder or cache_dir() / "heads" / source.name
+    folder.mkdir(parents=True, exist_ok=True)
+    everything = [c for c in read(corpus) if not c.loops and len(c.response) > 8]
+    train = [c for c in everything if not c.held_out]
+    if not train:
+        raise InvalidConfig("the corpus holds no conversation that can be trained on; give --corpus FILE")
+    shape = core.model.config
+    head = HeadShape(
+        hidden=shape.hidden,
+        q_heads=shape.q_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate=intermediate,
+        draft_vocab=draft_vocab,
+        rope_theta=shape.rope_theta,
+        layers=feature_layers(shape.layers),
+    )
+    kept = _kept(folder, train, head)
+    _same_recipe(folder, {"head": head.to_dict(), "recipe": asdict(replace(recipe, tokens=0)), "model": source.name})
+    responses = sum(len(c.response) for c in train)
+    covered = float(np.isin(np.concatenate([c.response for c in everything if c.held_out]), kept).mean())
+    log.info("%d conversations, %d response tokens; held-out coverage %.4f", len(train), responses, covered)
+    teacher = Teacher(core, head.layers)
+    prompts = _held_out_prompts(held_out, everything, frame, tokenizer)
+    answers = []
+    for first in range(0, len(prompts), 32):
+        answers += answer(core, prompts[first : first + 32], _BENCH_TOKENS, tokenizer.stop_token_ids, 0.0, 0)
+    taught = []
+    for first in range(0, len(prompts), 8):
+        batch = [(*p, *a) for p, a in zip(prompts[first : first + 8], answers[first : first + 8], strict=True)]
+        taught += [_kept_copy(one) for one in teacher.teach(batch)]
+    trainer = Trainer(folder, recipe, head, teacher, frame, kept, Bench(taught, [len(p) for p in prompts]))
+    trainer.begin(train)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, disable=not os.isatty(2)) as bar:
+        task = bar.add_task("training", total=recipe.tokens, completed=trainer.progress.tokens)
+
+        def tick(standing: Standing) -> None:
+            bar.update(task, completed=standing.tokens, description=f"loss {standing.loss:.3f}")
+
+        trainer.run(train, tick, _SAVE_EVERY_S)
+    return folder
+
+
+def _kept_copy(one: Taught) -> Taught:
+    """Slices of one large tensor would keep all of it alive."""
+    return Taught(one.tokens.clone(), one.features.clone(), one.hidden.clone())
+
+
+def _kept(folder: Path, train: Sequence[Conversation], head: HeadShape) -> np.ndarray:
+    """The reduced vocabulary is fixed once: a corpus that grows must not move the head's outputs."""
+    file = folder / "kept.npy"
+    if file.exists():
+        kept = np.load(file)
+        if len(kept) != head.draft_vocab:
+            raise InvalidConfig(f"{folder} holds a head with {len(kept)} draft tokens, not {head.draft_vocab}")
+        return kept
+    kept = kept_vocabulary(train, head.draft_vocab)
+    np.save(file, kept)
+    return kept
+
+
+def _same_recipe(folder: Path, settings: dict[str, object]) -> None:
+    file = folder / "settings.json"
+    if file.exists():
+        before = json.loads(file.read_text())
+        if before != json.loads(json.dumps(settings)):
+            raise InvalidConfig(f"{folder} holds a head begun with other settings ({before}); name another folder")
+    else:
+        file.write_text(json.dumps(settings))
+
+
+def _held_out_prompts(
+    file: Path | None, everything: Sequence[Conversation], frame: ChatFrame, tokenizer: Tokenizer
+) -> list[tuple[int, ...]]:
+    if file is not None:
+        texts = [json.loads(line)["text"] for line in file.read_text().splitlines() if line]
+        return [frame.prompt(tokenizer.encode(text, add_special=False)) for text in texts][:_BENCH_PROMPTS]
+    users = dict.fromkeys(c.user for c in everything if c.held_out)
+    return [frame.prompt(user) for user in list(users)[:_BENCH_PROMPTS]]

@@ -1,0 +1,147 @@
+"""The EAGLE-3 head as it is trained: one decoder layer over [embedding; feature], unrolled on its own output.
+
+Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", 2025. Each of
+the three feature chunks is RMS-normalised before `fc` (as in EAGLE 3.1): the first position of a sequence has
+activations ten thousand times larger than the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes; `layers` are the target layers whose outputs are read, in order."""
+
+    hidden: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    draft_vocab: int
+    rope_theta: float
+    layers: tuple[int, int, int]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain JSON types."""
+        return {**asdict(self), "layers": list(self.layers)}
+
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of every trained tensor."""
+        h, q, kv = self.hidden, self.q_heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "chunk_norm": (3 * h,),
+            "fc": (h, 3 * h),
+            "input_norm": (h,),
+            "hidden_norm": (h,),
+            "qkv": (q + 2 * kv, 2 * h),
+            "out": (h, q),
+            "mlp_norm": (h,),
+            "gate_up": (2 * self.intermediate, h),
+            "down": (h, self.intermediate),
+            "final_norm": (h,),
+            "lm_head": (self.draft_vocab, h),
+        }
+
+
+def rms(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Over the last dimension, in float32; bfloat16 out."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)
+    return (normed if weight is None else normed * weight).bfloat16()
+
+
+def chunked(features: Tensor) -> Tensor:
+    """[.., 3H] with each third RMS-normalised, bfloat16."""
+    return rms(features.unflatten(-1, (3, -1))).flatten(-2)
+
+
+class Unroll:
+    """The passes over one padded batch: pass j drafts token i + 2 + j from row i, on the output of pass j - 1.
+
+    Row i of pass j attends to the rows ≤ i of pass 0, as a draft cache holds true features there, and to its own keys
+    of passes 1 … j, which it would have written while drafting (training-time test).
+    """
+
+    def __init__(self, shape: HeadShape, weights: dict[str, Tensor], features: Tensor) -> None:
+        """features [B, T, 3H]; weights by `HeadShape.parameters`, any float type."""
+        self._shape = shape
+        self._w = {name: w if w.dim() == 1 else w.bfloat16() for name, w in weights.items()}
+        self._x = functional.linear((chunked(features).float() * self._w["chunk_norm"]).bfloat16(), self._w["fc"])
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        steps = features.shape[1]
+        self._causal = torch.ones(steps, steps, dtype=torch.bool).tril()
+        d = shape.head_dim
+        inverse = 1.0 / shape.rope_theta ** (torch.arange(0, d, 2, dtype=torch.float32) / d)
+        angles = torch.outer(torch.arange(steps + 8, dtype=torch.float32), inverse)
+        self._cos, self._sin = angles.cos(), angles.sin()
+
+    def step(self, embedded: Tensor) -> Tensor:
+        """The next pass, given embeddings [B, T, H] of the tokens i + 1 + j: normed hidden [B, T, H] for `lm_head`."""
+        shape, w, x = self._shape, self._w, self._x
+        j = len(self._keys)
+        both = torch.cat((rms(embedded, w["input_norm"]), rms(x, w["hidden_norm"])), dim=-1)
+        qkv = functional.linear(both, w["qkv"]).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
+        q, k, v = qkv.split((shape.q_heads, shape.kv_heads, shape.kv_heads), dim=1)
+        q, k = self._rotate(q, j), self._rotate(k, j)
+        group = shape.q_heads // shape.kv_heads
+        self._keys.append(k.repeat_interleave(group, 1))
+        self._values.append(v.repeat_interleave(group, 1))
+        scale = shape.head_dim**-0.5
+        scores = (q @ self._keys[0].transpose(-1, -2)).float() * scale
+        scores = scores.masked_fill(~self._causal, float("-inf"))
+        own = [(q * keys).float().sum(-1, keepdim=True) * scale for keys in self._keys[1:]]
+        weights = torch.cat((scores, *own), dim=-1).softmax(-1).bfloat16()
+        steps = scores.shape[-1]
+        mixed = weights[..., :steps] @ self._values[0]
+        for m, values in enumerate(self._values[1:]):
+            mixed = mixed + weights[..., steps + m, None] * values
+        x = x + functional.linear(mixed.transpose(1, 2).flatten(2), w["out"])
+        gate, up = functional.linear(rms(x, w["mlp_norm"]), w["gate_up"]).chunk(2, dim=-1)
+        x = x + functional.linear(functional.silu(gate) * up, w["down"])
+        self._x = x
+        return rms(x, w["final_norm"])
+
+    def _rotate(self, heads: Tensor, shift: int) -> Tensor:
+        steps = heads.shape[2]
+        cos, sin = self._cos[shift : shift + steps], self._sin[shift : shift + steps]
+        a, b = heads.float().chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).bfloat16()
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """Sum over rows of weight · CE(teacher, softmax(hidden · lm_headᵀ)), its gradient made in the forward pass.
+
+    The logits [n, Vd] are the largest tensors of training: they exist once, and become the gradient in place.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, lm_head: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
+        """hidden bfloat16 [n, H], lm_head [Vd, H], teacher logits float32 [n, Vd] (overwritten), weight [n]."""
+        matrix = lm_head.bfloat16()
+        logits = (hidden @ matrix.t()).float()
+        high = logits.amax(-1, keepdim=True)
+        logits.sub_(high)
+        target = teacher.sub_(teacher.amax(-1, keepdim=True)).exp_()
+        target.div_(target.sum(-1, keepdim=True))
+        dot = (target * logits).sum(-1)
+        logits.exp_()
+        total = logits.sum(-1, keepdim=True)
+        loss = ((total.squeeze(-1).log() - dot) * weight).sum()
+        gradient = logits.div_(total).sub_(target).mul_(weight.unsqueeze(-1)).bfloat16()
+        ctx.save_for_backward(gradient @ matrix, (gradient.t() @ hidden).float())
+        return loss
+
+    @staticmethod
+    def backward(ctx, scale: Tensor):
+        """The gradients that `forward` made, scaled."""
+        to_hidden, to_head = ctx.saved_tensors
+        return to_hidden * scale.to(to_hidden.dtype), to_head * scale, None, None

@@ -1,0 +1,247 @@
+"""Training itself: resumable, in small steps, with a held-out curve.
+
+State is one checkpoint file, replaced atomically; a kill loses what came since. Everything that decides the order of
+data is a function of the seed and the number of sequences seen.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.train.corpus import ChatFrame, Conversation
+from engine.train.evaluate import Acceptance, simulate
+from engine.train.head import HeadShape, SoftCrossEntropy, Unroll, rms
+from engine.train.ridge import Ridge, start
+from engine.train.target import LONGEST, Taught, Teacher
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What was found to matter at this scale is the number of optimiser steps, so batches are small.
+
+    Attributes:
+        tokens: response tokens to train on in all; the learning rate's cosine ends there.
+        passes: unrolled draft passes; pass j weighs `decay` ** j.
+        sequences: per optimiser step.
+        rate: peak learning rate of AdamW (betas 0.9 and 0.95, no weight decay, clipped at 1); the output layer's is
+            `head_rate` times that.
+        average: of the exponential moving average that is evaluated and shipped.
+    """
+
+    tokens: int = 1_500_000
+    passes: int = 3
+    decay: float = 0.8
+    sequences: int = 4
+    rate: float = 1.2e-3
+    head_rate: float = 0.3
+    warmup_steps: int = 30
+    last_rate: float = 0.05
+    average: float = 0.98
+    ridge_positions: int = 120_000
+    seed: int = 0
+
+
+@dataclass
+class Progress:
+    """Where training stands."""
+
+    sequences: int = 0
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: float = 0.0
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Held-out prompts with the target's greedy answers."""
+
+    taught: Sequence[Taught]
+    prompt_lengths: Sequence[int]
+
+
+class Trainer:
+    """One head for one target, in a folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        shape: HeadShape,
+        teacher: Teacher,
+        frame: ChatFrame,
+        kept: np.ndarray,
+        bench: Bench,
+    ) -> None:
+        self._folder, self.recipe, self.shape = folder, recipe, shape
+        self._teacher, self._frame, self._bench = teacher, frame, bench
+        self.kept = torch.from_numpy(kept)
+        self._embedding = teacher.model.embedding
+        self._kept_head = teacher.model.head_rows(self.kept)
+        self.progress = Progress()
+        self._weights: dict[str, Tensor] = {}
+        self.averaged: dict[str, Tensor] = {}
+        self._checkpoint = folder / "checkpoint.pt"
+
+    def begin(self, conversations: Sequence[Conversation]) -> None:
+        """Resume from the checkpoint, or solve the ridge start."""
+        if self._checkpoint.exists():
+            state = torch.load(self._checkpoint, weights_only=True)
+            self._weights, self.averaged = state["weights"], state["averaged"]
+            self.progress = Progress(**state["progress"])
+            self._optimiser = self._make_optimiser()
+            self._optimiser.load_state_dict(state["optimiser"])
+            log.info("resumed at %d response tokens", self.progress.tokens)
+            return
+        ridge = Ridge(self.shape.hidden)
+        for batch in self._batches(conversations, 0):
+            for one in self._teach(batch):
+                following = rms(one.hidden[1:].float() / self._final_norm())
+                ridge.add(one.features[:-1], self._embedding[one.tokens[1:]], following)
+            if ridge.positions >= self.recipe.ridge_positions:
+                break
+        self._weights = start(self.shape, ridge.solve(), self._final_norm(), self._kept_head, self.recipe.seed)
+        self.averaged = {name: w.clone() for name, w in self._weights.items()}
+        self._optimiser = self._make_optimiser()
+        log.info("ridge start on %d positions: %s", ridge.positions, self._measure())
+
+    def run(self, conversations: Sequence[Conversation], tick: Callable[[Progress], None], save_every_s: float) -> None:
+        """Train until the recipe's tokens are used up or the conversations are."""
+        saved = measured = time.monotonic()
+        for batch in self._batches(conversations, self.progress.sequences):
+            began = time.monotonic()
+            self._step(batch)
+            now = time.monotonic()
+            self.progress.seconds += now - began
+            tick(self.progress)
+            if now - measured > 3 * save_every_s:
+                log.info("%s", self._measure())
+                measured = now
+            if now - saved > save_every_s:
+                self.save()
+                saved = time.monotonic()
+            if self.progress.tokens >= self.recipe.tokens:
+                break
+        log.info("%s", self._measure())
+        self.save()
+
+    def evaluate(self, steps: int) -> Acceptance:
+        """Of the averaged weights on the held-out answers."""
+        bench = self._bench
+        return simulate(
+            self.shape, self.averaged, self._embedding, self.kept, bench.taught, bench.prompt_lengths, steps
+        )
+
+    def save(self) -> None:
+        """Replace the checkpoint."""
+        state = {
+            "weights": {name: w.detach() for name, w in self._weights.items()},
+            "averaged": self.averaged,
+            "optimiser": self._optimiser.state_dict(),
+            "progress": asdict(self.progress),
+        }
+        made = self._checkpoint.with_suffix(".new")
+        torch.save(state, made)
+        made.replace(self._checkpoint)
+
+    def _final_norm(self) -> Tensor:
+        return self._teacher.model.final_norm.float()
+
+    def _make_optimiser(self) -> torch.optim.Optimizer:
+        for weight in self._weights.values():
+            weight.requires_grad_(True)
+        head = [self._weights["lm_head"]]
+        rest = [w for name, w in self._weights.items() if name != "lm_head"]
+        groups = [{"params": rest, "scale": 1.0}, {"params": head, "scale": self.recipe.head_rate}]
+        return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    def _batches(self, conversations: Sequence[Conversation], done: int) -> Iterator[list[Conversation]]:
+        order = np.random.default_rng(self.recipe.seed).permutation(len(conversations))[done:]
+        for first in range(0, len(order), self.recipe.sequences):
+            yield [conversations[i] for i in order[first : first + self.recipe.sequences]]
+
+    def _teach(self, batch: Sequence[Conversation]) -> list[Taught]:
+        sequences = [(*self._frame.prompt(c.user), *c.response)[:LONGEST] for c in batch]
+        return self._teacher.teach(sequences)
+
+    def _step(self, batch: Sequence[Conversation]) -> None:
+        recipe, progress = self.recipe, self.progress
+        taught = self._teach(batch)
+        prompts = [len(self._frame.prompt(c.user)) for c in batch]
+        longest = max(len(t.tokens) for t in taught)
+        width = longest - 1 - recipe.passes
+        if width < 1:
+            progress.sequences += len(batch)
+            return
+        features = torch.zeros(len(batch), width, 3 * self.shape.hidden, dtype=torch.bfloat16)
+        tokens = torch.zeros(len(batch), longest, dtype=torch.int64)
+        hidden = torch.zeros(len(batch), longest, self.shape.hidden, dtype=torch.bfloat16)
+        supervised = torch.zeros(len(batch), longest, dtype=torch.bool)
+        for b, (one, prompt) in enumerate(zip(taught, prompts, strict=True)):
+            n = len(one.tokens)
+            features[b, : min(n, width)] = one.features[:width]
+            tokens[b, :n], hidden[b, :n] = one.tokens, one.hidden
+            supervised[b, prompt:n] = True  # positions whose token is the target's own
+        count = int(supervised.sum())
+        with torch.enable_grad():
+            loss = self._loss(features, tokens, hidden, supervised, width)
+            self._optimiser.zero_grad(set_to_none=True)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._weights.values(), 1.0)
+        done = progress.tokens / recipe.tokens
+        rate = recipe.rate * min(1.0, (progress.steps + 1) / recipe.warmup_steps)
+        rate *= recipe.last_rate + (1 - recipe.last_rate) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        for group in self._optimiser.param_groups:
+            group["lr"] = rate * group["scale"]
+        self._optimiser.step()
+        average = min(recipe.average, (progress.steps + 1) / (progress.steps + 10))
+        with torch.no_grad():
+            for name, mean in self.averaged.items():
+                mean.lerp_(self._weights[name].detach(), 1 - average)
+        progress.sequences += len(batch)
+        progress.steps += 1
+        progress.tokens += count
+        progress.loss = float(loss.detach())
+
+    def _loss(self, features: Tensor, tokens: Tensor, hidden: Tensor, supervised: Tensor, width: int) -> Tensor:
+        """Mean over supervised rows, summed over passes with their weights."""
+        unroll = Unroll(self.shape, self._weights, features)
+        total = torch.zeros(())
+        for j in range(self.recipe.passes):
+            normed = unroll.step(self._embedding[tokens[:, 1 + j : 1 + j + width]])
+            # Row i of pass j predicts token i + 2 + j, which the target predicts from position i + 1 + j.
+            rows = supervised[:, 2 + j : 2 + j + width]
+            rows = torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
+            teacher_hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 1))[:, 1 + j : 1 + j + width][rows]
+            teacher = (teacher_hidden @ self._kept_head.t()).float()
+            weight = torch.full((len(teacher),), self.recipe.decay**j / max(1, len(teacher)))
+            total = total + SoftCrossEntropy.apply(normed[rows], self._weights["lm_head"], teacher, weight)
+        return total
+
+    def _measure(self) -> str:
+        three, five = self.evaluate(3), self.evaluate(5)
+        point = {
+            "tokens": self.progress.tokens,
+            "seconds": round(self.progress.seconds, 1),
+            "loss": round(self.progress.loss, 4),
+            "accept_3": round(three.accept_length, 4),
+            "accept_5": round(five.accept_length, 4),
+            **{f"depth_{i + 1}": round(p, 4) for i, p in enumerate(five.by_depth)},
+        }
+        self.progress.curve.append(point)
+        with (self._folder / "curve.jsonl").open("a") as file:
+            file.write(json.dumps(point) + "\n")
+        return json.dumps(point)
