@@ -140,7 +140,6 @@ def build(config: EngineConfig) -> Core:
     if problems:
         raise InvalidConfig("; ".join(problems))
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    torch.set_grad_enabled(False)
     dtype = _dtype(config.dtype)
     ops, paths = _ops(dtype)
     source = resolve(config.model)

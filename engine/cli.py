@@ -151,7 +151,12 @@ def _refuse(problems: list[str]) -> None:
 
 @app.command()
 def train_head(
-    corpus: Annotated[list[str], _option("Gzipped JSON lines of the target's own conversations; repeatable.")],
+    corpus: Annotated[
+        list[str] | None, _option("Gzipped JSON lines of the target's own conversations; repeatable.")
+    ] = None,
+    generate: Annotated[
+        int, _option("Response tokens of corpus to have the target write first, about 500 a second on two cores.")
+    ] = 0,
     model: Annotated[str, _option("The target.")] = EngineConfig.model,
     folder: Annotated[
         str | None, _option("Where checkpoints and the curve are kept; training goes on there. Default: the cache.")
@@ -174,13 +179,14 @@ def train_head(
     try:
         done = train(
             model,
-            [Path(file) for file in corpus],
+            [Path(file) for file in corpus or ()],
             Path(folder) if folder else None,
             Path(held_out) if held_out else None,
             draft_vocab,
             1536,
             Recipe(tokens=tokens, seed=seed),
             threads,
+            generate,
         )
     except EngineError as error:
         typer.echo(f"error: {error}", err=True)

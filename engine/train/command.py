@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.build import build
+from engine.build import Core, build
 from engine.cache import cache_dir
 from engine.config import EngineConfig
 from engine.errors import InvalidConfig
 from engine.model.source import resolve
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.train.corpus import ChatFrame, Conversation, kept_vocabulary, read
+from engine.train.generate import generate
 from engine.train.head import HeadShape
 from engine.train.loop import Bench, Recipe, Trainer
 from engine.train.loop import Progress as Standing
@@ -40,8 +41,11 @@ def train_head(
     intermediate: int,
     recipe: Recipe,
     threads: int | None,
+    generate_tokens: int = 0,
 ) -> Path:
     """Train, or go on with, the head in `folder`; returns the folder.
+
+    `generate_tokens` response tokens of the target's own are made first, and kept in the folder beside the corpus.
 
     Raises:
         InvalidConfig: no corpus, or a folder that holds a head of another recipe.
@@ -52,10 +56,16 @@ def train_head(
     frame = ChatFrame(tokenizer)
     folder = folder or cache_dir() / "heads" / source.name
     folder.mkdir(parents=True, exist_ok=True)
+    own = folder / "generated.jsonl.gz"
+    if generate_tokens:
+        _generate(core, frame, own, generate_tokens, tokenizer.stop_token_ids)
+    corpus = [*corpus, *([own] if own.exists() else [])]
     everything = [c for c in read(corpus) if not c.loops and len(c.response) > 8]
     train = [c for c in everything if not c.held_out]
     if not train:
-        raise InvalidConfig("the corpus holds no conversation that can be trained on; give --corpus FILE")
+        raise InvalidConfig(
+            "there is no conversation to train on; give --corpus FILE, or --generate N for the target's own"
+        )
     shape = core.model.config
     head = HeadShape(
         hidden=shape.hidden,
@@ -92,6 +102,14 @@ def train_head(
 
         trainer.run(train, tick, _SAVE_EVERY_S)
     return folder
+
+
+def _generate(core: Core, frame: ChatFrame, file: Path, tokens: int, stop: Sequence[int]) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, disable=not os.isatty(2)) as bar:
+        task = bar.add_task("the target writes its corpus", total=tokens)
+        made = generate(core, frame, file, tokens, stop, lambda so_far: bar.update(task, completed=so_far))
+    log.info("%s holds %d response tokens", file, made)
 
 
 def _kept_copy(one: Taught) -> Taught:
