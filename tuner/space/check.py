@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import random
@@ -69,21 +70,45 @@ class Checker:
     def __init__(self, document: Document) -> None:
         self.document = document
         self.problems: list[Problem] = list(document.problems)
+        self.dropped: set[str] = set()  # parameters that are misshapen: known by name, and not looked at further
 
     def report(self, path: Path, message: str) -> None:
         """Adds one problem at `path`."""
         self.problems.append(Problem(self.document.line(path), dotted(path), message))
 
     def shape(self) -> SpaceFile | None:
-        """The file in its sections; None, and problems, when it does not have that shape."""
+        """The file in its sections; problems, and what is right of it, when it does not have that shape.
+
+        None when too little is right to look any further.
+        """
         if not isinstance(self.document.value, dict):
             self.report((), "the file must hold keys such as name, engine, workload, baseline and parameters")
             return None
         try:
             return SpaceFile.model_validate(self.document.value)
         except ValidationError as error:
-            for item in error.errors(include_url=False):
+            found = error.errors(include_url=False)
+            for item in found:
                 self._shape_problem(item)
+            return self._right_part([tuple(item["loc"]) for item in found])
+
+    def _right_part(self, wrong: Sequence[Path]) -> SpaceFile | None:
+        """The file without what is misshapen, so that all else can be checked as well."""
+        rest = copy.deepcopy(self.document.value)
+        for path in wrong:
+            if path[0] == "parameters" and len(path) > 1:
+                self.dropped.add(str(path[1]))
+            if len(path) > 1 and isinstance(rest.get(path[0]), dict):
+                rest[path[0]].pop(path[1], None)
+            else:
+                rest.pop(path[0], None)
+        needed: dict[str, Any] = {"name": "unnamed", "workload": {}, "baseline": {}, "parameters": {}}
+        rest = {**needed, **rest}
+        if isinstance(rest["workload"], dict):
+            rest["workload"] = {"concurrency": [1], **rest["workload"]}
+        try:
+            return SpaceFile.model_validate(rest)
+        except ValidationError:
             return None
 
     def _shape_problem(self, item: Any) -> None:
@@ -114,10 +139,10 @@ class Checker:
             self.report(("budget", "launches"), "1 launch is only the baseline; at least 2 are needed, 10 to confirm")
         if check_prompts := outside.check_prompts:
             self._guarded(("workload", "prompts"), lambda: check_prompts(file.workload.prompts))
+        if not file.parameters and not self.dropped:
+            self.report(("parameters",), "is empty")
         parameters = self._parameters(file)
-        if parameters is None:
-            return
-        self._rules(file, parameters)
+        self._rules(file, parameters or ())
         if not self.problems:
             self._combinations(Space(file), engine)
 
@@ -199,6 +224,8 @@ class Checker:
             self.report(path, f"'{text}' {error}")
             return None
         wrong = [name for name in expression.names if name not in known]
+        if not wrong and any(name in self.dropped for name in expression.names):
+            return None  # what it can mean depends on what is reported already
         for name in wrong:
             hint = " (write text in quotes)" if re.search(rf"[=!]=\s*{re.escape(name)}\b", text) else ""
             self.report(path, unknown(name, known) + hint)
@@ -206,10 +233,10 @@ class Checker:
 
     def _parameters(self, file: SpaceFile) -> tuple[Parameter, ...] | None:
         """The parameters in order; None when a condition is wrong."""
-        known = [*file.parameters, *visible(file.engine.args)]
+        known = [*file.parameters, *self.dropped, *visible(file.engine.args)]
         good = True
-        for name, section in file.parameters.items():
-            if section.when is not None and self._expression(("parameters", name, "when"), section.when, known) is None:
+        for name, when in self._conditions(file):
+            if self._expression(("parameters", name, "when"), when, known) is None:
                 good = False
         if not good:
             return None
@@ -224,6 +251,16 @@ class Checker:
                 self._can_hold(path, parameter.when, parameters, file.engine.args)
         return parameters
 
+    def _conditions(self, file: SpaceFile) -> Iterator[tuple[str, str]]:
+        """Parameter and condition, also of parameters that are misshapen otherwise."""
+        for name, section in file.parameters.items():
+            if section.when is not None:
+                yield name, section.when
+        for name in sorted(self.dropped):
+            raw = self.document.value["parameters"][name]
+            if isinstance(raw, dict) and isinstance(raw.get("when"), str):
+                yield name, raw["when"]
+
     def _can_hold(self, path: Path, when: Expression, parameters: Sequence[Parameter], args: Mapping[str, Any]) -> None:
         try:
             proven = never_holds(when, parameters, args)
@@ -236,7 +273,7 @@ class Checker:
             self.report(path, f"'{when.text}' can never hold with the values given{why}")
 
     def _rules(self, file: SpaceFile, parameters: Sequence[Parameter]) -> None:
-        known = [*file.parameters, *visible(file.engine.args)]
+        known = [*file.parameters, *self.dropped, *visible(file.engine.args)]
         for i, rule in enumerate(file.rules):
             path: Path = ("rules", i, "forbid")
             expression = self._expression(path, rule.forbid, known)

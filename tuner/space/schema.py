@@ -174,7 +174,7 @@ class SpaceFile(Section):
     engine: EngineSection
     workload: WorkloadSection
     baseline: dict[str, SettingValue]
-    parameters: Annotated[dict[str, ParameterSection], Field(min_length=1)]
+    parameters: dict[str, ParameterSection]
     rules: list[RuleSection] = Field(default_factory=list)
     objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
     budget: BudgetSection = Field(default_factory=BudgetSection)

@@ -195,3 +195,34 @@ def test_a_problem_in_an_override_does_not_blame_a_line():
 def test_a_malformed_override_is_refused(override):
     with pytest.raises(UsageError):
         parse_space(GOOD, overrides=[override])
+
+
+def test_a_misshapen_part_does_not_hide_what_is_wrong_elsewhere():
+    text = """
+name: bad study!
+engine: {kind: bundled, model: m, args: {}}
+workload: {prompts: mixed, concurrency: [0], max_tokens: -1, temprature: 0}
+baseline: {speculation: none}
+parameters:
+  speculation: {choices: []}
+  num_steps: {low: 8, high: 1, when: speculaton != 'none'}
+  topk: {choices: [1, 2], when: num_steps > 1}
+rules: [{forbid: "f(topk)", because: x}]
+budget: {launches: 0}
+"""
+    with pytest.raises(SpaceProblems) as caught:
+        parse_space(text)
+    said = str(caught.value)
+    for part in (
+        "name: 'bad study!'",
+        "concurrency[0]",
+        "max_tokens",
+        "did you mean 'temperature'",
+        "choices is empty",
+        "low 8 is above high 1",
+        "did you mean 'speculation'",
+        "rules[0].forbid",
+        "budget.launches",
+    ):
+        assert part in said, part
+    assert "topk: " not in said
