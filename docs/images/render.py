@@ -27,6 +27,7 @@ def sections(text: str) -> str:
 
 
 def main(database: Path, picture: Path) -> None:
+    """Draw the study of `database` into `picture`."""
     name = database.parent.name
     with closing(open_study(name, f"sqlite:///{database}")) as store:
         text = markdown(study_view(store.data()))
