@@ -152,6 +152,7 @@ def build(config: EngineConfig) -> Core:
     weights.close()
     page_size = config.page_size
     page_count = -(-_kv_tokens(config, model, context_length) // page_size)
+    _check_memory(page_count * page_size, model)
     shape = model.config
     pool = KVPool(shape.layers, page_count, page_size, shape.kv_heads, shape.head_dim, dtype)
     pages = Pages(page_count, page_size, config.max_running_requests, context_length + config.spec.num_steps + 1)
@@ -168,6 +169,18 @@ def build(config: EngineConfig) -> Core:
         seed=config.seed,
     )
     return Core(config, source, model, pool, pages, drafter, gate, round_, scheduler, context_length, paths)
+
+
+def _check_memory(kv_tokens: int, model: Llama) -> None:
+    needed = kv_tokens * model.config.kv_bytes_per_token(model.dtype.itemsize)
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return
+    if needed > memory:
+        raise InvalidConfig(
+            f"kv_tokens: {kv_tokens} need {needed / 2**30:.1f} GiB; this machine has {memory / 2**30:.1f} GiB"
+        )
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -6,6 +6,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SPECULATION = ("none", "ngram")
+_MOST = {
+    "page_size": 1024,
+    "max_running_requests": 4096,
+    "prefill_tokens": 65536,
+    "context_length": 2**24,
+    "kv_tokens": 2**40,
+    "threads": 1024,
+}
 DTYPES = ("auto", "bfloat16", "float32")
 
 
@@ -97,13 +105,10 @@ class EngineConfig:
         found = self.spec.problems()
         if self.dtype not in DTYPES:
             found.append(f"dtype: '{self.dtype}' is unknown; valid: {', '.join(DTYPES)}")
-        for name in ("page_size", "max_running_requests", "prefill_tokens"):
-            if getattr(self, name) < 1:
-                found.append(f"{name}: {getattr(self, name)} is below 1")
-        for name in ("context_length", "kv_tokens", "threads"):
+        for name, most in _MOST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(f"{name}: {value} is below 1")
+            if value is not None and not 1 <= value <= most:
+                found.append(f"{name}: {value} is outside 1 to {most}")
         if not 0 <= self.port <= 65535:
             found.append(f"port: {self.port} is outside 0 to 65535")
         return found

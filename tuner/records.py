@@ -239,7 +239,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Choice:
-    """The answer at one level, or overall (`concurrency` None): a winner, or to keep the baseline."""
+    """The answer at one level, or overall (`concurrency` None): a winner, or to keep the baseline.
+
+    `finalist` is the best that was confirmed where it is not the winner.
+    """
 
     concurrency: int | None
     winner: Candidate | None
@@ -247,6 +250,7 @@ class Choice:
     baseline_tokens_per_s: float | None
     winner_tokens_per_s: float | None
     why: str
+    finalist: Candidate | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Draws the README's picture: a study's report as a terminal shows it.
 
-    python docs/images/render.py STUDY.db docs/images/report.svg
+python docs/images/render.py STUDY.db docs/images/report.svg
 """
 
 from __future__ import annotations

@@ -38,16 +38,18 @@ def choose(
     Per row: temperature 0 is greedy; top_k 0 and top_p 1 are off; `coin` in [0, 1) decides.
     """
     chosen = ops.argmax(logits).numpy()
-    rows = np.flatnonzero((temperature > 0) & (top_k != 1) & (chosen >= 0))
-    if len(rows):
-        picked = _sample(
-            logits[torch.from_numpy(rows)],
-            torch.from_numpy(temperature[rows]),
-            top_k[rows],
-            torch.from_numpy(top_p[rows]),
-            torch.from_numpy(coin[rows]),
-        )
-        chosen[rows] = picked.numpy()
+    sampled = (temperature > 0) & (top_k != 1) & (chosen >= 0)
+    whole = ((top_k == 0) | (top_k >= logits.shape[1])) & (top_p >= 1.0)
+    # Each kind by itself: a row must be chosen the same way whatever else is in the batch.
+    for kind, pick in ((sampled & whole, _from_all), (sampled & ~whole, _from_head)):
+        rows = np.flatnonzero(kind)
+        if len(rows):
+            at = torch.from_numpy(rows)
+            scaled = logits[at].double()
+            # The largest first becomes 0, so that no temperature, however small, makes an infinity of it.
+            scaled = (scaled - scaled.amax(-1, keepdim=True)) / torch.from_numpy(temperature[rows]).unsqueeze(1)
+            picked = pick(scaled, top_k[rows], torch.from_numpy(top_p[rows]), torch.from_numpy(coin[rows]))
+            chosen[rows] = picked.numpy()
     return chosen
 
 
@@ -65,14 +67,16 @@ def distribution(logits: Tensor, temperature: float, top_k: int = 0, top_p: floa
     return out
 
 
-def _sample(logits: Tensor, temperature: Tensor, top_k: np.ndarray, top_p: Tensor, coin: Tensor) -> Tensor:
-    """Tokens, int64 [n], for rows that are all sampled."""
-    vocab = logits.shape[1]
-    scaled = logits.double() / temperature.unsqueeze(1)
+def _from_all(scaled: Tensor, top_k: np.ndarray, top_p: Tensor, coin: Tensor) -> Tensor:
+    """Tokens, int64 [n], for rows without top-k and top-p."""
+    del top_k, top_p
+    return _inverse(scaled.exp(), coin)
+
+
+def _from_head(scaled: Tensor, top_k: np.ndarray, top_p: Tensor, coin: Tensor) -> Tensor:
+    """Tokens, int64 [n], for rows with either or both."""
+    vocab = scaled.shape[1]
     plain = (top_k == 0) | (top_k >= vocab)
-    if bool((plain & (top_p.numpy() >= 1.0)).all()):
-        weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
-        return _inverse(weights, coin)
     # Sorting a whole vocabulary costs milliseconds a row; the head of it nearly always suffices.
     wanted = int(top_k[~plain].max(initial=0))
     most = min(vocab, max(wanted, _FIRST_LOOK))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 
 from starlette.applications import Starlette
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.errors import EngineDown, EngineError
 from engine.server import openai_api, status
 from engine.server.client import ClientGone
-from engine.server.errors import RequestError, error_body
+from engine.server.errors import RequestError, connection_closed, error_body
 from engine.server.service import Service
 
 ROUTES = [
@@ -73,7 +74,12 @@ class _Edge:
             nonlocal status_sent
             if message["type"] == "http.response.start":
                 status_sent = message["status"]
-            await send(message)
+            try:
+                await send(message)
+            except (OSError, RuntimeError) as error:
+                if connection_closed(error):
+                    raise ClientGone from error
+                raise
 
         failure: Response | None = None
         try:
@@ -92,7 +98,8 @@ class _Edge:
             failure = JSONResponse(error_body(500, f"internal error: {type(error).__name__}"), 500)
             self._service.on_bug(error)
         if failure is not None and not status_sent:
-            await failure(scope, receive, counted_send)
+            with contextlib.suppress(ClientGone):
+                await failure(scope, receive, counted_send)
         route = scope["path"] if scope["path"] in _KNOWN else "other"
         self._service.metrics.requests.labels(route, str(status_sent)).inc()
 

@@ -27,3 +27,11 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     else:
         kind = "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def connection_closed(error: BaseException | None) -> bool:
+    """Whether an exception only means that a client has gone: writing to a closed transport, which is its doing.
+
+    uvloop says so with a bare RuntimeError.
+    """
+    return isinstance(error, OSError) or (isinstance(error, RuntimeError) and "handler is closed" in str(error))

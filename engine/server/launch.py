@@ -22,6 +22,7 @@ from engine.ipc.messages import Ready
 from engine.model.source import ModelSource, resolve
 from engine.server.app import build_app
 from engine.server.client import EngineClient
+from engine.server.errors import connection_closed
 from engine.server.listener import bind, unavailable, url_of
 from engine.server.metrics import Metrics
 from engine.server.model_process import ModelProcess
@@ -168,7 +169,7 @@ class _Server:
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if error is None or isinstance(error, ConnectionError):  # a client's connection broke while it was written to
+        if error is None or connection_closed(error):  # a client's connection broke while it was written to
             loop.default_exception_handler(context)
         else:
             self._on_bug(error)

@@ -128,5 +128,10 @@ def test_all_problems_are_named_at_once(make_core: Callable[..., Core]) -> None:
         assert name in str(caught.value)
     with pytest.raises(InvalidConfig, match="context_length"):
         make_core(context_length=100_000)
+    with pytest.raises(InvalidConfig, match=r"kv_tokens.*GiB"):
+        make_core(kv_tokens=2**39)
+    for name in ("page_size", "threads", "max_running_requests"):
+        with pytest.raises(InvalidConfig, match=name):
+            make_core(**{name: 10**9})
     assert EngineConfig(api_key="secret").public()["api_key"] == "set"
     assert torch.get_num_threads() >= 1

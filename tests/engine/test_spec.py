@@ -118,6 +118,34 @@ def test_top_p_beyond_the_first_look_sorts_the_whole_row() -> None:
     assert chosen[1] not in (chosen[0], -1)
 
 
+def test_a_row_is_chosen_the_same_way_whatever_else_is_in_the_batch() -> None:
+    logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(2))
+    rng = np.random.default_rng(2)
+    temperature, coin = rng.choice([0.0, 0.7, 1.5], 40), rng.random(40)
+    top_k, top_p = rng.choice([0, 1, 7], 40), rng.choice([1.0, 0.8], 40)
+    together = choose(ReferenceOps(), logits, temperature, top_k, top_p, coin)
+    for i in range(40):
+        row = slice(i, i + 1)
+        alone = choose(ReferenceOps(), logits[row], temperature[row], top_k[row], top_p[row], coin[row])
+        assert alone[0] == together[i]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-307, 1e-300, 1e-9])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_tiny_temperature_is_greedy(temperature: float, top_p: float) -> None:
+    logits = torch.randn(6, 300)
+    n = len(logits)
+    chosen = choose(
+        ReferenceOps(),
+        logits,
+        np.full(n, temperature),
+        np.zeros(n, dtype=int),
+        np.full(n, top_p),
+        np.linspace(0, 0.99, n),
+    )
+    assert chosen.tolist() == logits.argmax(-1).tolist()
+
+
 def test_coins_are_uniform_and_depend_on_seed_and_position() -> None:
     at = np.arange(20_000, dtype=np.uint64)
     coin = coins(np.full_like(at, 7), at)

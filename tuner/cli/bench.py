@@ -173,11 +173,11 @@ def _progress_line(level: int, progress: BlockProgress) -> str:
     )
 
 
-COLUMNS = ("C", "tok/s", "per request", "avg ms", "p50 ms", "p90 ms", "p99 ms", "TTFT p50", "tokens", "wall s", "ok")
+COLUMNS = ("C", "tok/s", "each", "avg ms", "p50", "p90", "p99", "TTFT", "tokens", "wall s", "ok")
 
 
 def row(block: Block) -> tuple[str, ...]:
-    """One block as the cells of `COLUMNS`. Latencies are end to end; wall is the window."""
+    """One block as the cells of `COLUMNS`. Latencies are end to end, TTFT is the median; wall is the window."""
     return (
         str(block.concurrency),
         f"{block.tokens_per_s:.1f}",
@@ -189,7 +189,7 @@ def row(block: Block) -> tuple[str, ...]:
         _ms(block.ttft_ms.p50),
         f"{block.tokens:.0f}",
         f"{block.window_s:.1f}",
-        f"{block.requests}/{block.requests + block.failed_requests}" + ("" if block.valid else " invalid"),
+        f"{block.requests}/{block.requests + block.failed_requests}" + ("" if block.valid else " ✗"),
     )
 
 
@@ -198,9 +198,13 @@ def _ms(value: float | None) -> str:
 
 
 def _print(console: Console, target: Target, served: str, blocks: list[Block], failure: Failure | None) -> None:
-    table = Table(title=f"{served} at {target.base_url}")
+    table = Table(
+        title=f"{served} at {target.base_url}",
+        caption="each: tokens per second of one request; latencies in milliseconds; ✗: invalid, see below",
+        padding=(0, 0, 0, 1),
+    )
     for column in COLUMNS:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for block in blocks:
         table.add_row(*row(block))
     console.print(table)
@@ -215,6 +219,8 @@ def _print(console: Console, target: Target, served: str, blocks: list[Block], f
                     f"(limit {gate.limit:.4g}): {gate.detail}",
                     markup=False,
                 )
+    if not all(block.valid for block in blocks):
+        console.print("Figures of invalid blocks are not to be used. Stop what else uses this machine, and repeat.")
     if any(block.e2e_ms.p99 is None for block in blocks):
         console.print("p99 needs 100 requests in the window; a longer one gives it (--profile full).")
     if failure is not None:

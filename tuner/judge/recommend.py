@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tuner.judge.intervals import MIN_PAIRS, pair_sd
 from tuner.judge.verdict import detectable_gain, holm_confidences, overall_log_ratios, verdict
 from tuner.records import Candidate, Choice, Pair, Recommendation, StoredBlock, Verdict
+
+_UNQUIET = 0.3
+"""Between the slowest and the fastest launch of one configuration; a quiet machine stays within a few per cent."""
 
 WORST_LEVEL = 0.97
 FULL_PAIRS = 8
@@ -122,7 +126,7 @@ def _choose_at(level: int, evidence: Sequence[_Evidence], blocks: Mapping[int, S
     if found.outcome == "better":
         rate = _mean_rate([blocks[p.candidate_block] for p in mine])
         return Choice(level, best.candidate, found, base_rate, rate, "its whole interval lies above the baseline + 1 %")
-    return Choice(level, None, found, base_rate, None, _why_not(found))
+    return Choice(level, None, found, base_rate, None, _why_not(found), best.candidate)
 
 
 def _choose_overall(
@@ -150,11 +154,11 @@ def _choose_overall(
             f"the fastest overall ({percent(blocked.verdicts[None].speedup)}) is at {percent(speed)} at concurrency "
             f"{level}, below the limit of {percent(worst_level)} for any level"
         )
-        return Choice(None, None, blocked.verdicts[None], None, None, why)
+        return Choice(None, None, blocked.verdicts[None], None, None, why, blocked.candidate)
     best = _best(evidence, None)
     if best is None:
         return Choice(None, None, None, None, None, "no finalist was confirmed at every concurrency")
-    return Choice(None, None, best.verdicts[None], None, None, _why_not(best.verdicts[None]))
+    return Choice(None, None, best.verdicts[None], None, None, _why_not(best.verdicts[None]), best.candidate)
 
 
 def _best(evidence: Sequence[_Evidence], level: int | None) -> _Evidence | None:
@@ -218,8 +222,8 @@ def _why_nothing_confirmed(
             f"seen, {MIN_PAIRS} confirmation pairs would show a gain of {percent(1 + seen)} four times in five"
         )
     noun = "the only candidate" if others == 1 else f"none of {others} candidates"
-    verb = "gave no valid pair" if others == 1 else "gave a valid pair"
-    return f"no comparison possible: {noun} {verb} of blocks"
+    verb = "has no valid pair" if others == 1 else "has a valid pair"
+    return f"no comparison possible: {noun} {verb} of blocks so far"
 
 
 def _advice(
@@ -230,7 +234,7 @@ def _advice(
     overall: Choice,
     per_level: Sequence[Choice],
 ) -> list[str]:
-    lines = []
+    lines = _noise(blocks)
     if simulated:
         lines.append("Simulated: these figures come from a model of a machine, not from a measurement.")
     if profile != "full":
@@ -269,6 +273,23 @@ def _mean_length(blocks: Sequence[StoredBlock]) -> float | None:
     if requests < LENGTH_NEEDS_REQUESTS:
         return None
     return sum(b.block.mean_output_tokens * b.block.requests for b in blocks) / requests
+
+
+def _noise(blocks: Mapping[int, StoredBlock]) -> list[str]:
+    """Said where one candidate's confirmation blocks at one level lie too far apart to be the candidate's doing."""
+    rates: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for stored in blocks.values():
+        if stored.block.valid and stored.block.role == "confirm":
+            rates[stored.candidate_id, stored.block.concurrency].append(stored.block.tokens_per_s)
+    spread = {key: max(values) / min(values) - 1 for key, values in rates.items() if min(values) > 0}
+    if not spread or max(spread.values()) < _UNQUIET:
+        return []
+    (candidate, level), _ = max(spread.items(), key=lambda item: item[1])
+    low, high = min(rates[candidate, level]), max(rates[candidate, level])
+    return [
+        f"This machine was not quiet: launches of one and the same configuration ({candidate}) ranged from {low:.1f} "
+        f"to {high:.1f} tok/s at concurrency {level}. Stop what else runs on it and measure again under a new name."
+    ]
 
 
 def _full_would_show(found: Verdict | None, evidence: Sequence[_Evidence], blocks: Mapping[int, StoredBlock]) -> str:

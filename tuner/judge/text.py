@@ -49,6 +49,8 @@ def _choice(choice: Choice) -> list[str]:
     lines = [f"{head}no winner: keep the baseline{rates}", f"{indent}because {choice.why}"]
     if choice.verdict is not None:
         lines.append(f"{indent}best finalist {choice.verdict.candidate_id}: {verdict_phrase(choice.verdict)}")
+        if choice.finalist is not None:
+            lines.append(f"{indent}  {settings_line(choice.finalist.settings)}")
     return lines
 
 
@@ -85,6 +87,7 @@ def _choice_dict(choice: Choice) -> dict[str, Any]:
         "baseline_tokens_per_s": choice.baseline_tokens_per_s,
         "winner_tokens_per_s": choice.winner_tokens_per_s,
         "why": choice.why,
+        "finalist": _candidate_dict(choice.finalist) if choice.finalist is not None else None,
     }
 
 

@@ -49,6 +49,15 @@ def _positive(value: float) -> float:
     return value
 
 
+def _at_most(limit: float) -> AfterValidator:
+    def check(value: float) -> float:
+        if value > limit:
+            raise ValueError(f"must be at most {limit:g}, not {value:g}")
+        return value
+
+    return AfterValidator(check)
+
+
 SettingValue = Annotated[Any, BeforeValidator(_setting)]
 ArgumentValue = Annotated[Any, BeforeValidator(_argument)]
 Number = Annotated[float, BeforeValidator(_number)]
@@ -78,10 +87,10 @@ class WorkloadSection(Section):
     """What is asked of the server. `weights` is the share of real traffic at each level; equal when left out."""
 
     prompts: str = "mixed"
-    max_tokens: PositiveWhole = 200
-    temperature: Annotated[float, BeforeValidator(_number), Field(ge=0)] = 0.0
-    concurrency: Annotated[list[PositiveWhole], Field(min_length=1)]
-    weights: list[Annotated[float, BeforeValidator(_number), Field(ge=0)]] | None = None
+    max_tokens: Annotated[PositiveWhole, _at_most(1_000_000)] = 200
+    temperature: Annotated[float, BeforeValidator(_number), Field(ge=0), _at_most(100)] = 0.0
+    concurrency: Annotated[list[Annotated[PositiveWhole, _at_most(4096)]], Field(min_length=1)]
+    weights: list[Annotated[float, BeforeValidator(_number), Field(ge=0), _at_most(1e6)]] | None = None
 
     @model_validator(mode="after")
     def _levels(self) -> WorkloadSection:

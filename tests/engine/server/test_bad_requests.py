@@ -33,6 +33,7 @@ BAD = [
     (C, {"prompt": "a", "top_p": 0}, "top_p"),
     (C, {"prompt": "a", "top_p": 1.1}, "top_p"),
     (C, {"prompt": "a", "top_k": -2}, "top_k"),
+    (C, {"prompt": "a", "top_k": 2**63, "temperature": 1}, "top_k"),
     (C, {"prompt": "a", "seed": -1}, "seed"),
     (C, {"prompt": "a", "seed": 2**63}, "seed"),
     (C, {"prompt": "a", "stop": [""]}, "stop"),

@@ -124,7 +124,7 @@ def test_status_counts_failures_by_class(machine):
     machine.fails = lambda phase, settings, count: crash if settings.get("num_steps") and phase == "ready" else None
     result = tuner("run", "toy.yaml")
     assert result.exit_code == 1
-    assert "none of 2 candidates gave a valid pair" in result.stdout
+    assert "none of 2 candidates has a valid pair" in result.stdout
     assert re.search(r"failures: +2 oom_startup", tuner("status", "toy").stdout)
 
 

@@ -168,3 +168,10 @@ def test_a_true_gain_is_found_nine_times_in_ten_and_quoted_without_bias():
     quoted = [choice.verdict.speedup for choice in found if choice.winner is not None]
     assert np.mean(quoted) == pytest.approx(np.exp(0.05), abs=0.005)
     assert BASELINE.id not in {choice.winner.id for choice in found if choice.winner}
+
+
+def test_an_unquiet_machine_is_said_to_be_one():
+    quiet = Study().add(FAST, 8, GAIN)
+    assert not any("not quiet" in note for note in quiet.recommend(ONE).advice)
+    wild = Study().add(FAST, 8, [0.0, 0.5, -0.4, 0.1])
+    assert any("not quiet" in note and FAST.id in note for note in wild.recommend(ONE).advice)

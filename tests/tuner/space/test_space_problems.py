@@ -226,3 +226,19 @@ budget: {launches: 0}
     ):
         assert part in said, part
     assert "topk: " not in said
+
+
+@pytest.mark.parametrize(
+    ("workload", "place"),
+    [
+        ("{concurrency: [1, 100000000]}", "workload.concurrency[1]"),
+        ("{concurrency: [1], max_tokens: 99999999}", "workload.max_tokens"),
+        ("{concurrency: [1], temperature: 1.0e300}", "workload.temperature"),
+        ("{concurrency: [1, 2], weights: [1, 1.0e308]}", "workload.weights[1]"),
+    ],
+)
+def test_figures_beyond_anything_that_can_work_are_refused(workload, place):
+    text = f"name: a\nengine: {{kind: k, model: m}}\nworkload: {workload}\nbaseline: {{}}\nparameters: {{a: {{choices: [1]}}}}\n"
+    with pytest.raises(SpaceProblems) as caught:
+        parse_space(text)
+    assert f"{place}: must be at most" in str(caught.value)
