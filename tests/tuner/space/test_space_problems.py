@@ -238,7 +238,8 @@ budget: {launches: 0}
     ],
 )
 def test_figures_beyond_anything_that_can_work_are_refused(workload, place):
-    text = f"name: a\nengine: {{kind: k, model: m}}\nworkload: {workload}\nbaseline: {{}}\nparameters: {{a: {{choices: [1]}}}}\n"
+    rest = "baseline: {}\nparameters: {a: {choices: [1]}}\n"
+    text = f"name: a\nengine: {{kind: k, model: m}}\nworkload: {workload}\n{rest}"
     with pytest.raises(SpaceProblems) as caught:
         parse_space(text)
     assert f"{place}: must be at most" in str(caught.value)
