@@ -132,13 +132,14 @@ def read(path: Path, start: int = 0, end: int | None = None, limit: int | None =
     """
     end = pump.size(path) if end is None else end
     if limit is None or end - start <= limit:
-        return _bytes(path, start, end).decode(errors="replace")
-    head = _bytes(path, start, start + limit // 2)
-    tail = _bytes(path, end - limit // 2, end)
+        return read_bytes(path, start, end).decode(errors="replace")
+    head = read_bytes(path, start, start + limit // 2)
+    tail = read_bytes(path, end - limit // 2, end)
     return (head + _GAP % (end - start - limit // 2 * 2) + tail).decode(errors="replace")
 
 
-def _bytes(path: Path, start: int, end: int) -> bytes:
+def read_bytes(path: Path, start: int, end: int) -> bytes:
+    """As `read`, undecoded: a part may begin or end within a character."""
     parts = []
     at = start
     for offset, file in pump.segments(path):
