@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import mmap
 import os
 import signal
 import sys
@@ -20,6 +21,9 @@ MODES = [
     "out_of_memory_at_start",
     "half_built",
     "half_built_but_lives",
+    "half_built_and_floods",
+    "three_processes",
+    "leaks_segments",
     "dies_on_first_decode",
     "hangs_at_start",
     "never_ready",
@@ -65,6 +69,9 @@ class App:
         self.options = options
         self.mode = options.mode
         self.engine = HalfBuilt() if self.mode.startswith("half_built") else None
+        if self.mode == "half_built_and_floods":
+            for _ in range(200):
+                print(("x" * 99 + "\n") * 10_000, end="", flush=True)
         self.completions = 0
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -102,7 +109,9 @@ class App:
         mode = self.mode
         if mode == "dies_on_first_decode":
             crash(RuntimeError("CUDA error: no kernel image is available for execution on the device"))
-        if mode == "half_built":
+        if mode == "three_processes":
+            crash(RuntimeError("the scheduler is gone"))
+        if mode in ("half_built", "half_built_and_floods"):
             try:
                 self.engine.head.draft()
             except AttributeError as error:
@@ -177,6 +186,25 @@ def leave_grandchild(pid_file: str | None, seconds: float = 3600.0) -> None:
     os._exit(0)
 
 
+def leave_child(seconds: float = 3600.0) -> None:
+    """A worker in the server's own group that does not heed SIGTERM."""
+    if os.fork():
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(seconds)
+    os._exit(0)
+
+
+def leak_segment(path: str) -> None:
+    """Shared memory that a worker maps and nobody removes."""
+    with open(path, "w+b") as file:
+        file.truncate(1 << 20)
+        mapped = mmap.mmap(file.fileno(), 1 << 20)
+    if os.fork() == 0:
+        mapped[0] = 1
+        time.sleep(3600)
+
+
 def before_listening(options: argparse.Namespace) -> None:
     mode = options.mode
     print(f"starting in mode {mode}", flush=True)
@@ -198,7 +226,11 @@ def before_listening(options: argparse.Namespace) -> None:
             time.sleep(0.1)
     if mode == "ignores_sigterm":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if mode in ("grandchild", "parent_exits"):
+    if mode == "leaks_segments":
+        leak_segment(options.segment)
+    if mode == "three_processes":
+        leave_child()
+    if mode in ("grandchild", "parent_exits", "three_processes"):
         leave_grandchild(options.pid_file)
 
 
@@ -221,6 +253,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=MODES, default="healthy")
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--pid-file")
+    parser.add_argument("--segment")
     parser.add_argument("--effective", default="{}")
     parser.add_argument("--num-steps", type=int)
     options = parser.parse_args()

@@ -177,6 +177,55 @@ def test_what_outlives_its_server_is_ended_too(launch: Launch, tmp_path: Path) -
     assert not alive(grandchild)
 
 
+def test_a_crashed_server_of_three_processes_is_cleared_within_two_seconds_of_the_grace_time(
+    launch: Launch, tmp_path: Path
+) -> None:
+    pid_file = tmp_path / "grandchild"
+    server = launch("three_processes", "--pid-file", str(pid_file))
+    server.wait_ready()
+    assert len(server._family.living()) == 3
+    failure, _ = failing(server.smoke)
+    assert failure.kind == "crash_on_first_decode"
+    report = server.stop()
+    assert len(report.killed) == 2
+    assert int(pid_file.read_text()) in report.killed
+    assert report.clean
+    assert report.seconds < server.limits.grace_s + 2
+
+
+def test_shared_memory_of_a_killed_server_is_removed_and_nobody_elses(launch: Launch) -> None:
+    mine, other = (Path(f"/dev/shm/spec-tuner-test-{name}-{os.getpid()}") for name in ("leak", "bystander"))
+    server = launch("leaks_segments", "--segment", str(mine))
+    server.wait_ready()
+    other.touch()
+    try:
+        assert mine.exists()
+        report = server.stop()
+        assert report.segments_removed == (mine.name,)
+        assert (report.segments_left, report.clean) == ((), True)
+        assert not mine.exists()
+        assert other.exists()
+    finally:
+        other.unlink()
+        mine.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("phase", ["ready", "bench"])
+def test_a_dead_server_is_noticed_within_a_second(launch: Launch, phase: str) -> None:
+    server = launch("never_ready" if phase == "ready" else "healthy")
+    if phase == "ready":
+        threading.Timer(0.3, os.kill, (server.pid, signal.SIGKILL)).start()
+        _, seconds = failing(server.wait_ready)
+        assert seconds < 1.3
+    else:
+        server.wait_ready()
+        server.smoke()
+        began = time.monotonic()
+        os.kill(server.pid, signal.SIGKILL)
+        assert server.failure(wait_s=5) is not None
+        assert time.monotonic() - began < 1
+
+
 def test_a_server_that_ignores_sigterm_is_killed_after_the_grace_time(launch: Launch) -> None:
     server = launch("ignores_sigterm")
     server.wait_ready()

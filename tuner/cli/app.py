@@ -16,11 +16,13 @@ COMMANDS = {
     "resume": "resume",
     "list": "list_studies",
     "status": "status",
+    "logs": "logs",
     "report": "report",
     "recommend": "recommend",
     "export": "export",
     "bench": "bench",
     "check": "check",
+    "doctor": "doctor",
 }
 """Command → module of `tuner.cli` that holds its function `command`."""
 

@@ -55,3 +55,12 @@ def failure(kind: str, phase: Phase, message: str, evidence: str = "", exit_stat
     """
     known = KINDS[kind]
     return Failure(kind, phase, message, evidence, exit_status, known.blame, known.retryable)
+
+
+def table() -> str:
+    """The classes as a Markdown table; docs/failures.md holds it."""
+    rows = (
+        f"| `{name}` | {kind.meaning} | {kind.blame} | {'yes' if kind.retryable else 'no'} |"
+        for name, kind in KINDS.items()
+    )
+    return "\n".join(["| class | meaning | held against | tried again |", "|---|---|---|---|", *rows])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import random
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 _LISTEN = "0A"
@@ -52,25 +53,38 @@ def _below_ephemeral() -> tuple[int, int]:
 
 def listeners(port: int, host: str = "127.0.0.1") -> frozenset[int] | None:
     """Inodes of the sockets that listen on `host:port` (or on every address); None where the system cannot tell."""
+    rows = _table()
+    if not rows:
+        return None
+    wanted = _addresses(host)
+    return frozenset(
+        inode
+        for ip, number, inode in _listening(rows)
+        if number == port and (ip.is_unspecified or wanted is None or ip in wanted)
+    )
+
+
+def listening() -> list[tuple[int, int]]:
+    """(port, inode) of every socket that listens; empty where the system cannot tell."""
+    return [(port, inode) for _, port, inode in _listening(_table())]
+
+
+def _table() -> list[str]:
     rows: list[str] = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
             rows += Path(table).read_text().splitlines()[1:]
         except OSError:
             continue
-    if not rows:
-        return None
-    wanted = _addresses(host)
-    found = set()
+    return rows
+
+
+def _listening(rows: list[str]) -> Iterator[tuple[_Address, int, int]]:
     for row in rows:
         local, state, inode = (row.split()[column] for column in (1, 3, 9))
-        address, _, number = local.rpartition(":")
-        if state != _LISTEN or int(number, 16) != port:
-            continue
-        ip = _decode(address)
-        if ip.is_unspecified or wanted is None or ip in wanted:
-            found.add(int(inode))
-    return frozenset(found)
+        if state == _LISTEN:
+            address, _, number = local.rpartition(":")
+            yield _decode(address), int(number, 16), int(inode)
 
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address

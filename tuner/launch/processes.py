@@ -125,11 +125,13 @@ class Family:
     Args:
         pid: the server, which leads its own session and process group.
         marker: the marker's text in its environment, unique to this launch.
+        helper: a process of ours that carries the marker and is not of the family: the one that writes the log.
     """
 
-    def __init__(self, pid: int, marker: str) -> None:
+    def __init__(self, pid: int, marker: str, helper: Callable[[], int | None] = lambda: None) -> None:
         self.pid = pid
         self.marker = marker
+        self._helper = helper
         leader = look(pid)
         self._leader_started = leader.started if leader else None
         self._known: set[tuple[int, int]] = {leader.key} if leader else set()
@@ -146,7 +148,7 @@ class Family:
             grouped = group_is_ours and self.pid in (process.group, process.session)
             if known or grouped or (not process.zombie and marker_of(process.pid) == self.marker):
                 seeds.add(process.pid)
-        pids = descendants(seeds, processes) - ourselves(processes)
+        pids = descendants(seeds, processes) - ourselves(processes) - {self._helper()}
         found = [processes[pid] for pid in sorted(pids)]
         self._known.update(process.key for process in found)
         return found

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 import httpx
 
 from tuner.errors import LaunchFailed
-from tuner.launch import ports
+from tuner.launch import gpu, logs, ports
 from tuner.launch.classify import classify
 from tuner.launch.kinds import Phase, failure
 from tuner.launch.processes import (
@@ -25,11 +25,13 @@ from tuner.launch.processes import (
     Family,
     adopt_orphans,
     bytes_read,
+    look,
     marker_text,
     send,
     sockets,
     wait_until,
 )
+from tuner.launch.shm import SegmentWatch
 from tuner.records import Failure, LaunchRecord
 
 _T = TypeVar("_T")
@@ -80,6 +82,10 @@ class StopReport:
         leftovers: pids that could not be ended, for instance because they wait in a driver.
         port_free: whether the port can be listened on again.
         seconds: that stopping took.
+        segments_removed: shared-memory segments that the family left behind and that were removed.
+        segments_left: those that could not be removed.
+        gpu_memory_back: whether GPU memory is where it was before the start; None without `nvidia-smi`. Another
+            program's use of the same GPU counts too.
     """
 
     exit_status: int | None
@@ -88,11 +94,15 @@ class StopReport:
     leftovers: tuple[int, ...]
     port_free: bool
     seconds: float
+    segments_removed: tuple[str, ...] = ()
+    segments_left: tuple[str, ...] = ()
+    gpu_memory_back: bool | None = None
 
     @property
     def clean(self) -> bool:
         """Whether nothing is left of the launch."""
-        return not self.leftovers and self.port_free
+        gone = not self.leftovers and not self.segments_left
+        return gone and self.port_free and self.gpu_memory_back is not False
 
 
 @dataclass(frozen=True)
@@ -136,17 +146,22 @@ class Server:
         record: LaunchRecord,
         process: subprocess.Popen[bytes],
         marker: str,
-        log_path: Path,
+        log: logs.LaunchLog,
         limits: LaunchLimits,
+        segments: SegmentWatch,
+        gpu_before: Mapping[int, int] | None,
     ) -> None:
         self.record = record
-        self.log_path = log_path
+        self.log_path = log.path
         self.limits = limits
         self.marker = marker
         self.started_at = time.time()
         self.startup_s: float | None = None
         self._process = process
-        self._family = Family(process.pid, marker)
+        self._log = log
+        self._segments = segments
+        self._gpu_before = gpu_before
+        self._family = Family(process.pid, marker, lambda: log.pump_pid)
         self._ready_at: int | None = None
         self._proven_at: int | None = None
         self._phase: Phase = "ready"
@@ -167,7 +182,8 @@ class Server:
             record: what to start. Its environment difference is applied to ours.
             marker: who this launch is, in order from general to special, e.g. study then launch. Every process of
                 the launch carries it in `SPEC_TUNER_MARKER`, with a nonce added, and `reap` finds it by a prefix.
-            log_path: gets what the server writes to its output and error streams; replaced when it exists.
+            log_path: gets what the server writes to its output and error streams; replaced when it exists. The
+                beginning stays for good, of what comes later the last part (`tuner.launch.logs`).
             limits: how long to wait for what.
 
         Raises:
@@ -178,30 +194,31 @@ class Server:
                 failure("port_conflict", "start", f"something already listens on {record.host}:{record.port}")
             )
         adopt_orphans()
-        text = marker_text({**marker, "nonce": secrets.token_hex(6)})
-        path = Path(log_path)
+        tuner = look(os.getpid())
+        owner = f"{tuner.pid}.{tuner.started}" if tuner else str(os.getpid())
+        text = marker_text({**marker, "tuner": owner, "nonce": secrets.token_hex(6)})
+        segments, gpu_before = SegmentWatch(), gpu.memory_used()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            log = logs.LaunchLog(Path(log_path), {**os.environ, MARKER: text})
         except OSError as error:
             raise LaunchFailed(failure("env_broken", "start", f"the log cannot be written: {error}")) from error
         try:
             process = subprocess.Popen(
                 record.argv,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=log.write_end,
                 stderr=subprocess.STDOUT,
                 env=environment(record, text),
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
+            log.started()
+            log.close()
             raise LaunchFailed(
                 failure("env_broken", "start", f"'{record.argv[0]}' cannot be started: {error}")
             ) from error
-        finally:
-            os.close(log)
-        return cls(record, process, text, path, limits or LaunchLimits())
+        log.started()
+        return cls(record, process, text, log, limits or LaunchLimits(), segments, gpu_before)
 
     def __enter__(self) -> Self:
         return self
@@ -219,6 +236,7 @@ class Server:
     @property
     def alive(self) -> bool:
         """Whether the server itself runs."""
+        self._log.tend()
         return self._process.poll() is None
 
     def wait_ready(self, watch: Callable[[float], None] | None = None) -> float:
@@ -233,7 +251,7 @@ class Server:
         """
         self._phase = "ready"
         began = time.monotonic()
-        progress = _Progress(self._family, self.log_path)
+        progress = _Progress(self._family, self._log, self._segments)
         next_watch = began
         while True:
             reply = self._ask("GET", self.record.ready_path, timeout_s=5.0, phase="ready", between=progress.check)
@@ -254,8 +272,8 @@ class Server:
                 self._fail("ready", "startup_timeout", f"not ready after {self.limits.startup_s:g} s; {last}")
             self._pause(_POLL_S)
         self.startup_s = time.monotonic() - began
-        self._ready_at = self._log_size()
-        self._family.members()
+        self._ready_at = self._position()
+        self._look()
         return self.startup_s
 
     def smoke(self, tokens: int = 16) -> Smoke:
@@ -279,9 +297,9 @@ class Server:
                 path, reply = chat_path, chat
         self._check_smoke(path, reply)
         count = self._count(path, reply)
-        self._family.members()
+        self._look()
         # Once the server has decoded, an error of its start that it lives with is not held against it any more.
-        self._proven_at = self._log_size()
+        self._proven_at = self._position()
         self._phase = "bench"
         return Smoke(count, time.monotonic() - began, path)
 
@@ -321,13 +339,15 @@ class Server:
 
     def log_tail(self, lines: int = 20) -> str:
         """The last lines of the log."""
-        return "\n".join(_read(self.log_path, 0, None).splitlines()[-lines:])
+        self._log.drain()
+        return logs.tail(self.log_path, lines)
 
     def stop(self) -> StopReport:
-        """Ends the whole family and waits until its processes (zombies aside) and the port are gone.
+        """Ends the whole family and waits until all that it held is back where it was.
 
-        SIGTERM to the group, SIGKILL after the grace time, then SIGKILL for whatever outlived the server. Calling it
-        again returns the same report.
+        That is its processes (zombies aside), its port, its shared-memory segments and GPU memory. SIGTERM to the
+        group, SIGKILL after the grace time, then SIGKILL for whatever outlived the server. Calling it again returns
+        the same report.
         """
         if self._report is None:
             try:
@@ -335,6 +355,7 @@ class Server:
             except BaseException:
                 # Interrupted while waiting: no more patience with the server, but it must not be left behind.
                 self._kill_family()
+                self._log.close()
                 raise
         return self._report
 
@@ -451,29 +472,33 @@ class Server:
         """The failure now, from the part of the log that matters in this phase."""
         before_decode = phase in ("smoke", "readback") and self._proven_at is None
         since = self._proven_at or (self._ready_at if before_decode else None) or 0
+        self._log.drain()
         return classify(
-            _read(self.log_path, since, None),
+            logs.read(self.log_path, since, limit=_LOG_LIMIT),
             phase=phase,
             exit_status=self._process.poll(),
             engine=self.record.engine,
-            earlier=_read(self.log_path, 0, self._ready_at) if before_decode and self._ready_at else "",
+            earlier=logs.read(self.log_path, 0, self._ready_at, _LOG_LIMIT) if before_decode and self._ready_at else "",
             port=self.record.port,
             symptom=symptom,
             seen=seen,
         )
 
-    def _log_size(self) -> int:
-        try:
-            return self.log_path.stat().st_size
-        except OSError:
-            return 0
+    def _position(self) -> int:
+        """Where the log stands now, everything that the server has written so far included."""
+        self._log.drain()
+        return self._log.size
+
+    def _look(self) -> None:
+        """Notes who belongs to the family and which segments it holds: later there may be nobody left to ask."""
+        self._segments.look(process.pid for process in self._family.members())
 
     # -- stopping -----------------------------------------------------------------------------------------------
 
     def _stop(self) -> StopReport:
         began = time.monotonic()
         deadline = began + self.limits.grace_s
-        self._family.members()
+        self._look()
         if self.alive:
             self._signal_group(signal.SIGTERM)
         wait_until(lambda: not self.alive, deadline - time.monotonic())
@@ -483,6 +508,9 @@ class Server:
             wait_until(lambda: not self._family.living(), min(1.0, max(0.0, deadline - time.monotonic())))
         killed = self._kill_family()
         leftovers = tuple(process.pid for process in self._family.living())
+        self._log.close()
+        removed, left = self._segments.clear()
+        gpu_back = gpu.wait_for(self._gpu_before, self.limits.gone_s)
         port_free = wait_until(lambda: ports.is_free(self.record.port, self.record.host), self.limits.gone_s)
         return StopReport(
             exit_status=self._process.poll(),
@@ -491,6 +519,9 @@ class Server:
             leftovers=leftovers,
             port_free=port_free,
             seconds=time.monotonic() - began,
+            segments_removed=removed,
+            segments_left=left,
+            gpu_memory_back=gpu_back,
         )
 
     def _signal_group(self, number: signal.Signals) -> None:
@@ -524,9 +555,10 @@ class _Progress:
 
     _EVERY_S = 0.5
 
-    def __init__(self, family: Family, log_path: Path) -> None:
+    def __init__(self, family: Family, log: logs.LaunchLog, segments: SegmentWatch) -> None:
         self._family = family
-        self._log_path = log_path
+        self._log_file = log
+        self._segments = segments
         self.at = time.monotonic()
         self._looked = self.at
         self._log, self._cpu, self._read = self._look()
@@ -544,11 +576,9 @@ class _Progress:
 
     def _look(self) -> tuple[int, float, int]:
         family = self._family.living()
-        try:
-            size = self._log_path.stat().st_size
-        except OSError:
-            size = 0
-        return size, sum(process.cpu_s for process in family), sum(bytes_read(process.pid) for process in family)
+        self._segments.look(process.pid for process in family)
+        cpu = sum(process.cpu_s for process in family)
+        return self._log_file.size, cpu, sum(bytes_read(process.pid) for process in family)
 
 
 def environment(record: LaunchRecord, marker: str) -> dict[str, str]:
@@ -561,20 +591,3 @@ def environment(record: LaunchRecord, marker: str) -> dict[str, str]:
             result[name] = value
     result[MARKER] = marker
     return result
-
-
-def _read(path: Path, start: int, end: int | None) -> str:
-    """A part of a log; of a very long one the first and the last bytes, where causes and last words stand."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END) if end is None else end
-            file.seek(start)
-            if size - start <= _LOG_LIMIT:
-                data = file.read(max(0, size - start))
-            else:
-                data = file.read(_LOG_LIMIT // 2) + b"\n"
-                file.seek(size - _LOG_LIMIT // 2)
-                data += file.read(_LOG_LIMIT // 2)
-    except OSError as error:
-        return f"(the log cannot be read: {error})"
-    return data.decode(errors="replace")

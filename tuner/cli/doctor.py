@@ -1,0 +1,146 @@
+"""`tuner doctor`: whether this machine can run a study, and what earlier ones left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tuner.cli import options
+from tuner.cli.console import say_json
+
+MIN_DISK_GIB = 1.0
+"""Below this a study is likely to meet a full disk: one launch alone may log 96 MiB."""
+
+
+def command(
+    clean: Annotated[
+        bool, typer.Option("--clean", help="End and remove what earlier studies left behind, by our marker alone.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show the machine, its engines and leftovers of earlier studies; ends with 3 if something is broken."""
+    from tuner.launch.leftovers import clean as clear
+    from tuner.launch.leftovers import leftovers
+
+    found = leftovers()
+    problems = clear(found) if clean else []
+    still = leftovers() if clean else found
+    problems += [
+        f"launch {left.launch} of a dead tuner (study {left.study}) still runs as {', '.join(map(str, left.pids))}; "
+        "clear it with: tuner doctor --clean"
+        for left in still
+    ]
+    facts = {**_machine(problems), "gpus": _gpus(), "engines": _engines(problems)}
+    facts |= {"leftovers": [asdict(left) for left in still], "cleaned": len(found) - len(still), "problems": problems}
+    if as_json:
+        say_json(facts)
+    else:
+        _print(facts)
+    if problems:
+        raise typer.Exit(3)
+
+
+def _machine(problems: list[str]) -> dict[str, Any]:
+    from tuner.launch.ports import free_port, is_free
+    from tuner.study.hardware import hardware
+    from tuner.study.names import STUDIES
+
+    place = _existing(STUDIES)
+    free_gib = shutil.disk_usage(place).free / 2**30
+    if not os.access(place, os.W_OK):
+        problems.append(f"{place.resolve()} cannot be written, and studies are kept there")
+    if free_gib < MIN_DISK_GIB:
+        problems.append(
+            f"only {free_gib:.1f} GiB are free at {place.resolve()}; a study needs {MIN_DISK_GIB:g} or more"
+        )
+    port = free_port()
+    if not is_free(port):
+        problems.append("no free port was found on 127.0.0.1, so no server can be started")
+    facts = {name: value for name, value in hardware().items() if name != "gpus"}
+    return {**facts, "studies": str(place), "disk_free_gib": round(free_gib, 1), "free_port": port}
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.resolve().parents) if folder.is_dir())
+
+
+def _gpus() -> dict[str, Any]:
+    from tuner.launch import gpu
+
+    gpus = gpu.gpus()
+    return {
+        "list": [asdict(one) for one in gpus],
+        "topology": gpu.topology() if gpus else [],
+        "processes": [asdict(one) for one in gpu.processes()] if gpus else [],
+    }
+
+
+def _engines(problems: list[str]) -> dict[str, str | None]:
+    """Kind → version of what can be started here; None when it is not found."""
+    from importlib import metadata
+
+    from tuner.engines.base import get_engine
+    from tuner.errors import EnvironmentBroken
+
+    found: dict[str, str | None] = {}
+    try:
+        found["bundled"] = get_engine("bundled").version()
+    except EnvironmentBroken as error:
+        found["bundled"] = None
+        problems.append(str(error))
+    for package in ("sglang", "vllm"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    found["llama_server"] = shutil.which("llama-server")
+    found["docker"] = shutil.which("docker")
+    found["podman"] = shutil.which("podman")
+    return found
+
+
+def _print(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+
+    def row(name: str, value: object) -> None:
+        table.add_row(name, Text(str(value)))
+
+    row("processor", f"{facts['cpu']}, {facts['cores']} usable cores")
+    row("memory", f"{facts['memory_gib']} GiB")
+    row("studies", f"{facts['studies']}: {facts['disk_free_gib']} GiB free")
+    row("port", f"{facts['free_port']} is free")
+    gpus = facts["gpus"]
+    for one in gpus["list"]:
+        used = f"{one['used_mib']} of {one['memory_mib']} MiB in use"
+        row(f"GPU {one['index']}", f"{one['name']}, {used}, driver {one['driver']}")
+    for line in gpus["topology"] if len(gpus["list"]) > 1 else ():
+        row("", line.expandtabs(8))
+    for process in gpus["processes"]:
+        row("on a GPU", f"process {process['pid']}, {process['used_mib']} MiB")
+    if not gpus["list"]:
+        row("GPUs", "none that nvidia-smi knows of")
+    for kind, version in facts["engines"].items():
+        row(kind, version or "not found")
+    for left in facts["leftovers"]:
+        holds = "; ".join(
+            f"{name} {', '.join(map(str, left[name]))}" for name in ("pids", "ports", "segments") if left[name]
+        )
+        row("leftover", f"study {left['study']}, launch {left['launch']}: {holds}")
+    if facts["cleaned"]:
+        row("cleaned", f"{facts['cleaned']} launches of dead tuners")
+    for problem in facts["problems"]:
+        row("broken", problem)
+    if not facts["problems"]:
+        row("healthy", "nothing is in the way of a study")
+    Console(width=None if Console().is_terminal else 120).print(table)
