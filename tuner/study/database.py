@@ -140,6 +140,8 @@ def _configure_sqlite(connection: sqlite3.Connection, _record: object) -> None:
 def _check(engine: Engine, *, create: bool, where: str) -> None:
     try:
         names = set(sa.inspect(engine).get_table_names())
+    except OperationalError:
+        raise  # locked, or out of reach: nothing is known against the file
     except DatabaseError as error:
         raise UsageError(f"{where} is not a database, or is damaged ({error.orig}); it was left as it is") from None
     if tables.schema.name not in names:

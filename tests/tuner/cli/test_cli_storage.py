@@ -75,6 +75,18 @@ def test_a_database_that_stays_locked(machine, monkeypatch):  # noqa: F811
     goes_on(machine, before)
 
 
+def test_a_database_that_is_locked_when_it_is_opened(machine, monkeypatch):  # noqa: F811
+    tuner("run", "toy.yaml", "--launches", 3)
+    monkeypatch.setattr("tuner.study.database.LOCK_TIMEOUT_S", 0.2)
+    other = sqlite3.connect(DATABASE, isolation_level=None)
+    other.execute("pragma locking_mode = exclusive")
+    other.execute("begin immediate")
+    for command in (["run", "toy.yaml"], ["resume", "toy"], ["status", "toy"], ["report", "toy"]):
+        fault(tuner(*command), 3, "locked: another program holds it")
+    other.close()
+    assert tuner("status", "toy").exit_code == 0
+
+
 def test_a_full_disk(machine, monkeypatch):  # noqa: F811
     def fill(store):
         for engine in (store.engine, store.trials._storage.engine):
