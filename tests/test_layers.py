@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         "launch": {"records", "errors"},
         "bench": {"records", "errors"},
         "judge": {"records", "errors"},
-        "study": {"records", "errors", "space", "engines", "launch", "bench", "judge"},
+        "study": {"records", "errors", "files", "space", "engines", "launch", "bench", "judge"},
         "export": {"records", "errors", "files", "secrets", "judge", "study"},
         "report": {"records", "errors", "judge", "study"},
         "cli": {

@@ -48,6 +48,14 @@ def friendly(function: Function) -> Function:
             # Whoever read our output has closed it, like `head` does. Nothing more can be said.
             sys.stderr.close()
             raise typer.Exit(0) from None
+        except Exception as error:
+            from tuner.study.database import storage_problem
+
+            problem = storage_problem(error)
+            if problem is None:
+                raise  # a defect of ours: its traceback is wanted
+            complain(str(problem))
+            raise typer.Exit(problem.exit_code) from None
 
     return command  # type: ignore[return-value]
 

@@ -26,6 +26,9 @@ More = Annotated[
     ),
 ]
 Hours = Annotated[float | None, typer.Option("--hours", metavar="H", help="Hours with a server, in total.")]
+NoCrashMemory = Annotated[
+    bool, typer.Option("--no-crash-memory", help="Launch also what is known to crash from other studies.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print only the recommendation.")]
 JsonLog = Annotated[bool, typer.Option("--json-log", help="Print one JSON object a line instead of text.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

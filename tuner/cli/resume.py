@@ -13,6 +13,7 @@ def command(
     more: options.More = None,
     hours: options.Hours = None,
     storage: options.Storage = None,
+    no_crash_memory: options.NoCrashMemory = False,
     quiet: options.Quiet = False,
     json_log: options.JsonLog = False,
 ) -> None:
@@ -20,4 +21,5 @@ def command(
     from tuner.study.session import Limits, reopen
 
     limits = Limits(launches=launches, candidates=candidates, hours=hours, more=more)
-    carry_out(reopen(study, storage=storage, limits=limits), storage=storage, quiet=quiet, json_log=json_log)
+    store = reopen(study, storage=storage, limits=limits)
+    carry_out(store, storage=storage, no_crash_memory=no_crash_memory, quiet=quiet, json_log=json_log)

@@ -10,7 +10,7 @@ import typer
 
 from tuner.cli import options
 from tuner.cli.console import complain, say
-from tuner.errors import EnvironmentBroken, UsageError
+from tuner.errors import TunerError, UsageError
 
 
 def command(
@@ -26,6 +26,7 @@ def command(
     overrides: options.Overrides = None,
     profile: options.Profile = None,
     storage: options.Storage = None,
+    no_crash_memory: options.NoCrashMemory = False,
     quiet: options.Quiet = False,
     json_log: options.JsonLog = False,
 ) -> None:
@@ -46,16 +47,17 @@ def command(
         now=current_fingerprint(tuned),
         text=Path(find_space(name)).read_text(encoding="utf-8"),
     )
-    carry_out(store, storage=storage, quiet=quiet, json_log=json_log)
+    carry_out(store, storage=storage, no_crash_memory=no_crash_memory, quiet=quiet, json_log=json_log)
 
 
-def carry_out(store: object, *, storage: str | None, quiet: bool, json_log: bool) -> None:
+def carry_out(
+    store: object, *, storage: str | None, no_crash_memory: bool = False, quiet: bool, json_log: bool
+) -> None:
     """Runs a study to its end and prints the answer; says how to go on when it is interrupted."""
-    from optuna.exceptions import StorageInternalError
-    from sqlalchemy.exc import OperationalError
-
     from tuner.cli.watch import watching
     from tuner.judge.text import recommendation_dict, recommendation_lines
+    from tuner.study.crashes import CrashMemory
+    from tuner.study.database import storage_problem
     from tuner.study.decide import recommendation
     from tuner.study.interrupt import Interrupted
     from tuner.study.session import run_study
@@ -66,18 +68,18 @@ def carry_out(store: object, *, storage: str | None, quiet: bool, json_log: bool
     observer, context = watching(quiet=quiet, json_log=json_log)
     try:
         with context:
-            data = run_study(store, observer=observer)
+            data = run_study(store, observer=observer, crashes=None if no_crash_memory else CrashMemory())
     except Interrupted as error:
         complain(
             f"\nInterrupted by {error}. The server is stopped and nothing measured is lost. "
             f"Go on with: tuner resume {store.name}{where}"
         )
         raise
-    except (OperationalError, StorageInternalError) as error:
-        raise EnvironmentBroken(
-            f"the study's database cannot be read or written: {error.__cause__ or error}. What was kept before is not "
-            f"lost; go on with: tuner resume {store.name}{where}"
-        ) from error
+    except Exception as error:
+        problem = None if isinstance(error, TunerError) else storage_problem(error)
+        if problem is None:
+            raise
+        raise type(problem)(f"{problem}: tuner resume {store.name}{where}") from error
     finally:
         store.close()
     found = recommendation(data)

@@ -176,6 +176,25 @@ class BudgetSection(Section):
     hours: PositiveNumber | None = None
 
 
+class NotifySection(Section):
+    """Whom to tell when a study ends, stops or needs a person: a command (JSON on its standard input), or a URL (POST).
+
+    `${NAME}` in a URL is the environment variable of that name, so that a secret address stands in no file.
+    """
+
+    command: Annotated[list[Annotated[str, BeforeValidator(_text)]], Field(min_length=1)] | None = None
+    url: str | None = None
+    timeout_s: PositiveNumber = 10.0
+
+    @model_validator(mode="after")
+    def _one(self) -> NotifySection:
+        if (self.command is None) == (self.url is None):
+            raise ValueError("give either command (a list of words) or url")
+        if self.url is not None and not self.url.startswith(("http://", "https://", "${")):
+            raise ValueError(f"url must begin with http:// or https://, not {self.url!r}")
+        return self
+
+
 class SpaceFile(Section):
     """A whole space file."""
 
@@ -188,3 +207,4 @@ class SpaceFile(Section):
     objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
     budget: BudgetSection = Field(default_factory=BudgetSection)
     profile: Profile = "full"
+    notify: NotifySection | None = None

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 
 from tuner.records import Candidate, Setting, short_hash
 from tuner.space.expression import Expression, ExpressionError, parse
-from tuner.space.schema import BudgetSection, ObjectiveSection, ParameterSection, Profile, SpaceFile
+from tuner.space.schema import BudgetSection, NotifySection, ObjectiveSection, ParameterSection, Profile, SpaceFile
 
 SPECULATIVE = frozenset(
     {
@@ -144,6 +144,7 @@ class Space:
         self.workload = _workload(file)
         self.objective: ObjectiveSection = file.objective
         self.budget: BudgetSection = file.budget
+        self.notify: NotifySection | None = file.notify
         self.parameters = in_order([Parameter.of(name, section) for name, section in file.parameters.items()])
         self.rules = tuple(Rule(parse(rule.forbid), rule.because) for rule in file.rules)
         self.baseline = Candidate(self._canonical(dict(file.baseline)))
@@ -207,9 +208,9 @@ class Space:
 
     @property
     def meaning(self) -> dict[str, Any]:
-        """All that a measurement depends on: everything but the name and the budget, as it is in effect."""
+        """All that a measurement depends on: everything but the name, the budget and the hook, as it is in effect."""
         file = self.file.model_dump(mode="json")
-        del file["name"], file["budget"]
+        del file["name"], file["budget"], file["notify"]
         workload = self.workload
         file["workload"] = {
             "prompts": workload.prompts,

@@ -13,10 +13,12 @@ from typing import Any
 from tuner.errors import EnvironmentBroken, LaunchFailed, StudyStopped
 from tuner.records import Block, Candidate, Failure, LaunchRecord
 from tuner.space import Listed
+from tuner.study.crashes import CrashMemory
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData
 from tuner.study.database import finite
 from tuner.study.decide import recommendation, verdicts_of
 from tuner.study.engine import StudyEngine, illegal, launch_record, not_in_effect
+from tuner.study.journal import Entry, Journal
 from tuner.study.planner import (
     Begin,
     Confirm,
@@ -32,7 +34,7 @@ from tuner.study.planner import (
 from tuner.study.progress import Event, Observer, Silent
 from tuner.study.sampler import PATIENCE, draw_untried, propose
 from tuner.study.score import FAILED, ILLEGAL, Score, score
-from tuner.study.store import StudyStore
+from tuner.study.store import AlreadyMeasured, StudyStore
 from tuner.study.world import RunningServer, World
 
 HOST = "127.0.0.1"
@@ -50,6 +52,7 @@ class Controller:
         observer: is told what happens.
         check: called before each step; raises when the study is not ours any more.
         shield: delays interruptions while facts are kept and servers are ended.
+        crashes: what other studies have learned to crash; None to try everything.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Controller:
         observer: Observer | None = None,
         check: Callable[[], None] = lambda: None,
         shield: Callable[[], AbstractContextManager[None]] = nullcontext,
+        crashes: CrashMemory | None = None,
     ) -> None:
         self.store = store
         self.engine = engine
@@ -72,12 +76,19 @@ class Controller:
         self.observer = observer or Silent()
         self.check = check
         self.shield = shield
+        self.crashes = crashes
+
+    @cached_property
+    def journal(self) -> Journal:
+        """The write-ahead record of the study's blocks."""
+        return Journal(self.folder, self.store.data().uid)
 
     def run(self) -> StudyData:
         """Works until nothing is left to do; returns the finished study.
 
         Raises:
-            StudyStopped: the baseline cannot be measured.
+            StudyStopped: the baseline cannot be measured, candidates fail alike, or the tuner itself is ended again and
+                again at the same place.
             EnvironmentBroken: the machine is at fault. Both can be run again.
         """
         data = self._recover()
@@ -115,6 +126,8 @@ class Controller:
         data = self.store.data()
         if pids := self.world.reap({"study": data.uid}):
             self._event("reaped", f"ended {len(pids)} processes that an earlier run had left", pids=pids)
+        self._take_over(data)
+        data = self.store.data()
         for launch in data.launches:
             if launch.ended_at is None:
                 self._close(data, launch)
@@ -166,6 +179,9 @@ class Controller:
         elif why_not := illegal(data.space, self.engine, candidate):
             self.store.trials.record("illegal", candidate.id, proposal, ILLEGAL, why_not)
             self._say("illegal", f"trial {number}: {described(candidate)} is ruled out: {why_not}")
+        elif self.crashes is not None and (known_crash := self.crashes.known(data, candidate)):
+            self.store.trials.record("known_crash", candidate.id, proposal, FAILED, known_crash)
+            self._say("known_crash", f"trial {number}: {described(candidate)} is not launched: {known_crash}")
         else:
             self.store.trials.begin("measured", candidate.id, proposal)
             self._say("trial", f"trial {number}: {described(candidate)}", trial=number, candidate=candidate.id)
@@ -178,6 +194,8 @@ class Controller:
     def _score(self, data: StudyData, trial: StoredTrial) -> Score:
         if trial.kind == "illegal":
             return ILLEGAL
+        if trial.kind == "known_crash":
+            return FAILED
         return score(data, trial.candidate_id)
 
     def _tell(self, data: StudyData, trial: StoredTrial) -> None:
@@ -190,6 +208,7 @@ class Controller:
         if trial.kind == "baseline":
             self._say("baseline", "the baseline is measured")
         elif failure:
+            self._remember(data, trial, state.failure)
             self._say("failed", f"trial {trial.number} has no score: {why}", trial=trial.number, kind=failure.kind)
         else:
             said = ", ".join(f"{change(ratio)} at {level}" for level, ratio in sorted(result.ratios.items()))
@@ -198,6 +217,16 @@ class Controller:
                 f"trial {trial.number}: {change(result.value)} over the baseline in the search ({said})",
                 trial=trial.number,
                 log_speedup=result.value,
+            )
+
+    def _remember(self, data: StudyData, trial: StoredTrial, failure: Failure | None) -> None:
+        if self.crashes is None or failure is None:
+            return
+        try:
+            self.crashes.remember(data, data.candidates[trial.candidate_id], failure)
+        except OSError as error:
+            self._event(
+                "crash_memory", f"{self.crashes.path} cannot be written ({error.strerror}); a crash is not noted"
             )
 
     # -- launches ---------------------------------------------------------------------------------------------------
@@ -220,6 +249,7 @@ class Controller:
                     if not self._block(data, launch, server, record, slot, level):
                         break  # without this level there is no result: the others would be measured for nothing
             except LaunchFailed as error:
+                self.check()  # a tuner that has taken the study over ends our server, which is no fault of its own
                 with self.shield():
                     self.store.launch_failed(launch, error.failure)
                 self._report_failure(data, slot, error.failure)
@@ -252,7 +282,7 @@ class Controller:
         Returns whether a block passed.
         """
         had = sum(b.concurrency == level for b in data.by_slot.get(slot, ()))
-        for _attempt in range(max(1, self.policy.block_attempts - had)):
+        for attempt in range(had, max(had + 1, self.policy.block_attempts)):
             self.observer.working(slot, "block", level)
             outcome = self.world.measure(
                 server,
@@ -266,7 +296,7 @@ class Controller:
             if block is None or not _is_finite(block):
                 raise LaunchFailed(outcome.failure or _nothing_measured(level))
             with self.shield():
-                number = self.store.put_block(launch, slot, block)
+                number = self._keep(Entry(launch, slot, attempt, block))
                 self.world.keep_requests(outcome, self.folder / "requests" / f"block-{number}.jsonl.gz")
             rate = f"{block.tokens_per_s:.1f} tokens/s at {level}"
             if block.valid:
@@ -275,6 +305,48 @@ class Controller:
             red = ", ".join(gate.name for gate in block.gates if not gate.ok)
             self._event("invalid_block", f"{self._named(data, slot.candidate_id)}: {rate}, not valid: {red}", gates=red)
         return False
+
+    def _keep(self, entry: Entry) -> int:
+        """Writes a block to the record, then to the database; returns its id.
+
+        Raises:
+            StudyStopped: we were asleep, and another tuner has the study now; the block is of no use to it.
+            EnvironmentBroken: the record cannot be written. The database has the block all the same.
+        """
+        try:
+            self.check()
+        except StudyStopped:
+            raise
+        except Exception:
+            self.journal.append(entry)  # the database does not even answer: the record is all that can be kept
+            raise
+        try:
+            self.journal.append(entry)
+        except OSError as error:
+            self.store.put_block(entry.launch, entry.slot, entry.block)
+            raise EnvironmentBroken(
+                f"{self.journal.path} cannot be written: {error.strerror}. Nothing measured is lost; run the same "
+                "again once it can"
+            ) from error
+        return self.store.put_block(entry.launch, entry.slot, entry.block)
+
+    def _take_over(self, data: StudyData) -> None:
+        """Keeps the blocks that are in the record and not in the database: a kill, or a lock, came in between."""
+        known = {launch.id: launch.slot for launch in data.launches}
+        for entry in self.journal.entries():
+            if known.get(entry.launch) != entry.slot:
+                continue  # the database is an older copy: what the block was measured against is not in it
+            if entry.attempt < self.store.attempts(entry.slot, entry.block.concurrency):
+                continue
+            try:
+                self.store.put_block(entry.launch, entry.slot, entry.block)
+            except AlreadyMeasured:
+                continue
+            self._event(
+                "taken_over",
+                f"{self._named(data, entry.slot.candidate_id)}: a block at {entry.block.concurrency} that was measured "
+                "before the last run ended is taken over",
+            )
 
     def _end(
         self, data: StudyData, slot: Slot, launch: int, server: RunningServer | None, *, interrupted: bool = False
@@ -285,7 +357,9 @@ class Controller:
         left = self.world.reap({"study": data.uid, "launch": str(launch)})
         if interrupted:
             now = self.store.data()
-            self._close(now, next(stored for stored in now.launches if stored.id == launch))
+            stored = next(stored for stored in now.launches if stored.id == launch)
+            if stored.ended_at is None:  # a tuner that has taken the study over has closed it already
+                self._close(now, stored)
         else:
             mode = "not started" if report is None else "killed" if report.escalated else "ended in order"
             self.store.end_launch(launch, report.exit_status if report else None, mode)
@@ -303,11 +377,37 @@ class Controller:
         said = f"{failure.kind} ({failure.phase}): {failure.message}"
         log = next((launch.log_path for launch in reversed(data.launches) if launch.slot == step.slot), "")
         see = f" See {log}." if log else ""
-        self.store.stop(said, step.slot)
+        alike = [Slot(candidate, "screen", 0) for candidate in step.alike]
+        self.store.stop(said, step.slot, *alike)
         kept = "Everything measured so far is kept; run the same again once it is mended."
         if step.kind == "baseline_failed":
             raise StudyStopped(f"the baseline cannot be measured, so nothing can be compared: {said}.{see} {kept}")
+        if step.kind == "interruptions":
+            raise StudyStopped(
+                f"{self._named(data, step.slot.candidate_id)}: {said}. If nobody ended it, it may be what ends the "
+                f"tuner (memory, a limit on time, a watchdog); look there, or take it out of the space.{see} {kept}"
+            )
+        if step.kind == "same_failure":
+            if self.crashes is not None:
+                self.crashes.forget(data.uid)
+            raise StudyStopped(
+                f"{len(step.alike)} different candidates in a row failed alike: {said}. {self._in_common(data, step)}"
+                f"{see} {kept} The last of them is then tried again."
+            )
         raise EnvironmentBroken(f"the machine, not a candidate, is at fault: {said}.{see} {kept}")
+
+    def _in_common(self, data: StudyData, step: Stop) -> str:
+        """Advice: what the failed candidates share and the baseline does not have is the first suspect."""
+        settings = [data.candidates[candidate].settings for candidate in step.alike]
+        baseline = data.baseline.settings
+        shared = [
+            f"{name}={value}"
+            for name, value in settings[0].items()
+            if baseline.get(name) != value and all(other.get(name) == value for other in settings)
+        ]
+        if shared:
+            return f"All have {', '.join(shared)}, unlike the baseline: if that cannot work here, take it out."
+        return "They share no setting that the baseline lacks: look at the engine and the machine first."
 
     def _finish(self, data: StudyData, reason: str) -> StudyData:
         self.store.put_pairs(data.pairs)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tuner.records import Candidate, Failure, LaunchRecord, Pair, Role, Setting, StoredBlock, Verdict
 from tuner.space import Space
 
-TrialKind = Literal["baseline", "measured", "duplicate", "illegal"]
+TrialKind = Literal["baseline", "measured", "duplicate", "illegal", "known_crash"]
 LaunchState = Literal["running", "done", "failed", "interrupted"]
 StudyState = Literal["new", "running", "interrupted", "stopped", "done"]
 
@@ -33,7 +33,8 @@ class StoredTrial:
     """One proposal of the sampler, as Optuna keeps it.
 
     `running` trials have no value yet. `value` is the log speed-up over the baseline, `constraints` are met at 0 and
-    below. A duplicate repeats what is known of an equal candidate; an illegal one was never launched (`why`).
+    below. A duplicate repeats what is known of an equal candidate; an illegal one was never launched (`why`),
+    nor one that is known to crash from another study.
     """
 
     number: int

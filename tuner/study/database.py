@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import sqlite3
@@ -11,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy import Engine
 from sqlalchemy.exc import DatabaseError, NoSuchModuleError, OperationalError, SQLAlchemyError
 
-from tuner.errors import UsageError
+from tuner.errors import EnvironmentBroken, TunerError, UsageError
 from tuner.study import tables
 from tuner.study.names import sqlite_file
 
@@ -42,27 +43,77 @@ def finite(value: Any) -> Any:
     return value
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+BROKEN_DISK = (errno.EIO, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
+
+
+def storage_problem(error: BaseException) -> TunerError | None:
+    """What went wrong with a study's database or files, for a person; None when the error is of another kind."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, (SQLAlchemyError, sqlite3.Error)) and (said := _database_problem(seen)) is not None:
+            return said
+        if isinstance(seen, OSError) and seen.errno in (*FULL, *FORBIDDEN, *BROKEN_DISK):
+            return _file_problem(seen)
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _database_problem(error: Exception) -> TunerError | None:
+    said = str(getattr(error, "orig", None) or error)
+    low = said.lower()
+    kept = "Everything measured is kept; run the same again"
+    if "locked" in low or "busy" in low:
+        return EnvironmentBroken(f"the study's database is locked: another program holds it. {kept} once it lets go")
+    if "readonly" in low or "read-only" in low:
+        return EnvironmentBroken(f"the study's database cannot be written ({said}). {kept} once it may be written to")
+    if "full" in low or "disk i/o" in low:
+        return EnvironmentBroken(f"the disk of the study's database is full or broken ({said}). {kept} with room on it")
+    if "malformed" in low or "not a database" in low:
+        return UsageError(f"the study's database is damaged ({said}). It was left as it is; restore a copy of it")
+    if "no such column" in low or "no such table" in low or "has no column" in low:
+        return UsageError(f"{OTHER_VERSION} ({said}). {ADVICE}")
+    if isinstance(error, (OperationalError, sqlite3.OperationalError)):
+        return EnvironmentBroken(f"the study's database cannot be read or written ({said}). {kept} once it can")
+    return None
+
+
+def _file_problem(error: OSError) -> TunerError:
+    where = error.filename or "a file of the study"
+    kept = "Everything measured is kept; run the same again once that is mended"
+    if error.errno in FULL:
+        return EnvironmentBroken(f"{where} cannot be written: the disk, or what may be used of it, is full. {kept}")
+    return EnvironmentBroken(f"{where} cannot be written: {error.strerror}. {kept}")
+
+
+OTHER_VERSION = "this study was made by another version of the tuner"
+ADVICE = (
+    "It was left as it is: continue it with the version that made it, or begin a new study with --study NAME (or a new "
+    "--storage)"
+)
+
+
 def open_database(url: str, *, create: bool) -> Engine:
     """The engine of a database with our tables in it.
 
     Raises:
-        UsageError: it does not exist (and is not to be created), is not a database of ours, is damaged, is of another
-            schema version, or cannot be reached. It is left as it was.
+        UsageError: it does not exist (and is not to be created), is not a database of ours, is damaged or of another
+            version. It is left as it was.
+        EnvironmentBroken: it is locked, cannot be reached, or cannot be written.
     """
     file = sqlite_file(url)
-    if file is not None and not file.exists():
-        if not create:
-            raise UsageError(f"there is no database {file}")
-        file.parent.mkdir(parents=True, exist_ok=True)
     try:
+        if file is not None and not file.exists():
+            if not create:
+                raise UsageError(f"there is no database {file}")
+            file.parent.mkdir(parents=True, exist_ok=True)
         engine = _engine(url)
         _check(engine, create=create, where=str(file or engine.url.render_as_string(hide_password=True)))
+    except OSError as error:
+        raise EnvironmentBroken(f"the folder of {file} cannot be made or read: {error.strerror}") from error
     except OperationalError as error:
-        if "locked" in str(error):
-            raise UsageError(
-                f"the database {file} is locked by another program; close it and run the same again"
-            ) from error
-        raise UsageError(f"the database cannot be opened: {error.orig}") from error
+        raise (storage_problem(error) or UsageError(f"the database cannot be opened: {error.orig}")) from error
     except SQLAlchemyError as error:
         raise UsageError(f"the database cannot be opened: {getattr(error, 'orig', error)}") from error
     return engine
@@ -89,6 +140,8 @@ def _configure_sqlite(connection: sqlite3.Connection, _record: object) -> None:
 def _check(engine: Engine, *, create: bool, where: str) -> None:
     try:
         names = set(sa.inspect(engine).get_table_names())
+    except OperationalError:
+        raise  # locked, or out of reach: nothing is known against the file
     except DatabaseError as error:
         raise UsageError(f"{where} is not a database, or is damaged ({error.orig}); it was left as it is") from None
     if tables.schema.name not in names:
@@ -111,13 +164,29 @@ def _check(engine: Engine, *, create: bool, where: str) -> None:
     with engine.connect() as connection:
         if version != tables.SCHEMA_VERSION:
             raise UsageError(
-                f"{where} has schema version {version}, this tuner writes {tables.SCHEMA_VERSION}. It was left as it "
-                "is: continue it with the version that made it, or begin a new study with --study NAME"
+                f"{OTHER_VERSION}: {where} has schema version {version}, this one writes {tables.SCHEMA_VERSION}. "
+                + ADVICE
             )
+        if lacking := _lacking(engine):
+            raise UsageError(f"{OTHER_VERSION}: {where} has no {', no '.join(lacking)}. {ADVICE}")
         if engine.dialect.name == "sqlite":
             answer = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
             if answer != "ok":
                 raise UsageError(f"{where} is damaged ({answer}); restore a copy, or begin a new study")
+
+
+def _lacking(engine: Engine) -> list[str]:
+    """Tables and columns of ours that the database does not have: a version may change them and forget its number."""
+    inspector = sa.inspect(engine)
+    there = set(inspector.get_table_names())
+    found = []
+    for table in tables.metadata.sorted_tables:
+        if table.name not in there:
+            found.append(f"table {table.name}")
+            continue
+        columns = {column["name"] for column in inspector.get_columns(table.name)}
+        found += [f"column {table.name}.{name}" for name in table.columns.keys() if name not in columns]  # noqa: SIM118
+    return found
 
 
 def _create(engine: Engine) -> None:

@@ -14,8 +14,9 @@ from typing import Literal
 
 from tuner.bench.gates import ENVIRONMENT_GATES
 from tuner.records import Failure, Gate
-from tuner.study.data import Confirmation, Slot, StoredTrial, StudyData
+from tuner.study.data import Confirmation, Slot, StoredLaunch, StoredTrial, StudyData
 from tuner.study.score import BASELINE_EVERY, score
+from tuner.study.signature import signature
 
 CONFIRM_FROM = math.log(0.95)
 """A screening score below this is not worth a confirmation: one block is seldom off by more."""
@@ -34,6 +35,10 @@ class Policy:
             to blame, `environment_retries` launches more try once each.
         max_finalists: candidates confirmed in one round.
         max_idle_trials: proposals in a row that need no launch before the search ends.
+        same_failures: candidates in a row that fail alike before the study stops, while none has ever been measured.
+        same_failures_later: the same once one has: a setting that never works, and is tried again and again, is then
+            the likelier reason, and the search learns to leave it.
+        interruptions: launches of one candidate in a row that ended because the tuner did, without a new block.
     """
 
     pairs: int = 4
@@ -43,6 +48,9 @@ class Policy:
     block_attempts: int = 3
     max_finalists: int = 3
     max_idle_trials: int = 50
+    same_failures: int = 3
+    same_failures_later: int = 8
+    interruptions: int = 3
 
 
 POLICIES = {"short": Policy(pairs=4), "full": Policy(pairs=8)}
@@ -79,11 +87,16 @@ class Confirm:
 
 @dataclass(frozen=True)
 class Stop:
-    """The study cannot go on now. `kind` says whether a candidate or the machine is the reason."""
+    """The study should not go on now.
 
-    kind: Literal["baseline_failed", "environment_broken"]
+    `kind` says why: the baseline or the machine fails, several candidates in a row fail alike, or the tuner ends again
+    and again at the same place. `alike` are the candidates that failed so, in order.
+    """
+
+    kind: Literal["baseline_failed", "environment_broken", "same_failure", "interruptions"]
     failure: Failure
     slot: Slot
+    alike: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,25 @@ class SlotState:
 
 def next_step(data: StudyData, policy: Policy, *, exhausted: bool) -> Step:
     """What to do now. `exhausted`: every candidate of the space has been tried."""
+    step = _next_step(data, policy, exhausted=exhausted)
+    if isinstance(step, Measure) and (count := interruptions(data, step.slot)) >= policy.interruptions:
+        said = f"{count} launches in a row ended because the tuner itself did, with no new block in between"
+        return Stop("interruptions", Failure("interrupted", "bench", said, blame="environment"), step.slot)
+    return step
+
+
+def interruptions(data: StudyData, slot: Slot) -> int:
+    """Launches of the slot, the last of the study, that the tuner's own end cut short before they gave a block."""
+    fruitful = {stored.launch_id for stored in data.blocks.values()}
+    count = 0
+    for launch in reversed(data.launches):
+        if launch.slot != slot or launch.state != "interrupted" or launch.forgiven or launch.id in fruitful:
+            break
+        count += 1
+    return count
+
+
+def _next_step(data: StudyData, policy: Policy, *, exhausted: bool) -> Step:
     if not data.trials:
         return Begin(0)
     running = next((trial for trial in data.trials if trial.running), None)
@@ -132,8 +164,34 @@ def _go_on(data: StudyData, policy: Policy, trial: StoredTrial) -> Step:
     if state.broken and state.failure is not None:
         return Stop("environment_broken", state.failure, slot)
     if (failure := state.failure or state.unusable) is not None:
-        return Stop("baseline_failed", failure, slot) if trial.kind == "baseline" else Tell(trial.number)
+        if trial.kind == "baseline":
+            return Stop("baseline_failed", failure, slot)
+        alike = failing_alike(data, trial.candidate_id)
+        learned = any(t.value is not None and t.constraints.get("launch", 1) <= 0 for t in data.measured)
+        if len(alike) >= (policy.same_failures_later if learned else policy.same_failures):
+            return Stop("same_failure", failure, slot, alike)
+        return Tell(trial.number)
     return Measure(slot, state.missing) if state.missing else Tell(trial.number)
+
+
+def failing_alike(data: StudyData, candidate_id: str) -> tuple[str, ...]:
+    """The latest candidates of the search, this one last, whose launches all ended in the same failure.
+
+    The machine's own faults, and those that the user has been told of already, end the row.
+    """
+    last: dict[str, StoredLaunch] = {}
+    for launch in data.launches:
+        if launch.slot.role == "screen" and launch.slot.candidate_id != data.baseline.id:
+            last[launch.slot.candidate_id] = launch
+    alike: list[str] = []
+    for trial in reversed(data.measured):
+        ended = last.get(trial.candidate_id)
+        if ended is None or ended.failure is None or ended.forgiven or ended.failure.blame != "candidate":
+            break
+        if signature(ended.failure) != signature(last[candidate_id].failure or ended.failure):
+            break
+        alike.append(trial.candidate_id)
+    return tuple(reversed(alike))
 
 
 def _measure(data: StudyData, policy: Policy, slot: Slot) -> Step | None:
@@ -224,7 +282,7 @@ def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int 
         return "every candidate of the space has been tried"
     idle = 0
     for trial in reversed(data.trials):
-        if trial.kind not in ("duplicate", "illegal"):
+        if trial.kind not in ("duplicate", "illegal", "known_crash"):
             break
         idle += 1
     if idle >= policy.max_idle_trials:

@@ -10,14 +10,17 @@ from typing import Any
 from tuner.errors import UsageError
 from tuner.space import Outside, Space, differences, load_space
 from tuner.study.controller import Controller
+from tuner.study.crashes import CrashMemory
 from tuner.study.data import Budget, StudyData
+from tuner.study.database import storage_problem
 from tuner.study.engine import StudyEngine
 from tuner.study.hardware import hardware
 from tuner.study.interrupt import Interrupts
-from tuner.study.lease import hold
+from tuner.study.lease import Lease, hold
 from tuner.study.names import check_name, study_folder
+from tuner.study.notify import message, notify
 from tuner.study.planner import POLICIES, launches_used
-from tuner.study.progress import Observer
+from tuner.study.progress import Event, Observer
 from tuner.study.score import BASELINE_EVERY
 from tuner.study.store import StudyStore, create_study, open_study, study_exists
 from tuner.study.world import Machine, World
@@ -206,8 +209,12 @@ def run_study(
     world: World | None = None,
     folder: Path | None = None,
     clock: Callable[[], float] | None = None,
+    crashes: CrashMemory | None = None,
 ) -> StudyData:
     """Runs a study to its end under its lease; returns the finished records.
+
+    `crashes` is what other studies have learned to crash; None to try everything. The user's hook is called at the end,
+    however it comes.
 
     Raises:
         UsageError: another tuner works on it.
@@ -216,10 +223,12 @@ def run_study(
     """
     from tuner.engines.base import get_engine
 
-    space = store.data().space
+    before = store.data()
+    space = before.space
     interrupts = Interrupts()
-    with interrupts.installed(), hold(store.engine, store.name, clock or store.clock) as lease:
-        controller = Controller(
+
+    def controlled(lease: Lease) -> Controller:
+        return Controller(
             store,
             engine or get_engine(space.kind),
             world or Machine(space),
@@ -228,9 +237,45 @@ def run_study(
             observer=observer,
             check=lease.check,
             shield=interrupts.shield,
+            crashes=crashes,
         )
+
+    with interrupts.installed():
         try:
-            return controller.run()
-        except KeyboardInterrupt:
-            store.set_state("interrupted", "interrupted; run the same again to go on")
+            with hold(store.engine, store.name, clock or store.clock) as lease:
+                data = _run(store, controlled(lease))
+        except UsageError:
+            raise  # nothing was started
+        except BaseException as error:
+            _tell(space, store, before, storage_problem(error) or error, observer)
             raise
+        if before.state != "done" or before.blocks.keys() != data.blocks.keys():
+            _tell(space, store, data, None, observer)
+    return data
+
+
+def _run(store: StudyStore, controller: Controller) -> StudyData:
+    try:
+        return controller.run()
+    except KeyboardInterrupt:
+        store.set_state("interrupted", "interrupted; run the same again to go on")
+        raise
+
+
+def _tell(space: Space, store: StudyStore, known: StudyData, error: BaseException | None, observer: Observer) -> None:
+    """Calls the user's hook, where there is one; a hook that fails is reported, and changes nothing."""
+    if space.notify is None:
+        return
+    try:
+        known = store.data()
+    except Exception as unreadable:
+        if storage_problem(unreadable) is None:
+            raise
+    problem = notify(space.notify, message(known, error))
+    if problem:
+        observer.event(Event("hook", problem))
+        try:
+            store.event("hook", problem)
+        except Exception as unwritable:
+            if storage_problem(unwritable) is None:
+                raise

@@ -114,10 +114,11 @@ class StudyStore:
         connection.execute(sa.update(t.studies).where(t.studies.c.name == self.name).values(state=state, reason=reason))
         self._event(connection, f"study_{state}", reason)
 
-    def stop(self, reason: str, slot: Slot) -> None:
-        """The study stops because of a slot; its failures will not count again once the user goes on."""
+    def stop(self, reason: str, *slots: Slot) -> None:
+        """The study stops because of these slots; their failures will not count again once the user goes on."""
         with self.engine.begin() as connection:
-            connection.execute(sa.update(t.launches).where(*self._slot(slot)).values(forgiven=True))
+            for slot in slots:
+                connection.execute(sa.update(t.launches).where(*self._slot(slot)).values(forgiven=True))
             self._set_state(connection, "stopped", reason)
 
     def set_budget(self, budget: Budget, why: str) -> None:
@@ -210,6 +211,19 @@ class StudyStore:
         )
 
     # -- blocks and what follows from them ----------------------------------------------------------------------------
+
+    def attempts(self, slot: Slot, concurrency: int) -> int:
+        """How many blocks of a slot are kept at a level, valid or not."""
+        c = t.blocks.c
+        same = (
+            c.study == self.name,
+            c.candidate == slot.candidate_id,
+            c.role == slot.role,
+            c.repetition == slot.repetition,
+            c.concurrency == concurrency,
+        )
+        with self.engine.connect() as connection:
+            return int(connection.execute(sa.select(sa.func.count()).select_from(t.blocks).where(*same)).scalar() or 0)
 
     def put_block(self, launch: int, slot: Slot, block: Block) -> int:
         """Keeps a block; returns its id.

@@ -8,8 +8,9 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
+from tuner.errors import UsageError
 from tuner.study.data import StoredTrial, TrialKind
-from tuner.study.database import LOCK_TIMEOUT_S
+from tuner.study.database import ADVICE, LOCK_TIMEOUT_S, OTHER_VERSION
 from tuner.study.names import sqlite_file
 from tuner.study.sampler import Proposal
 from tuner.study.score import Score
@@ -27,15 +28,19 @@ class Trials:
 
     def __init__(self, url: str, name: str) -> None:
         arguments = {"connect_args": {"timeout": LOCK_TIMEOUT_S}} if sqlite_file(url) is not None else {}
-        self._storage = optuna.storages.RDBStorage(url, engine_kwargs=arguments)
+        try:
+            self._storage = optuna.storages.RDBStorage(url, engine_kwargs=arguments)
+        except RuntimeError as error:  # what Optuna raises when its tables are of another version
+            raise UsageError(f"{OTHER_VERSION}, or with another Optuna: {error} {ADVICE}") from error
         # Proposals are made elsewhere (sampler.py); a random sampler here costs nothing where Optuna insists on one.
-        self._study = optuna.create_study(
-            storage=self._storage,
-            study_name=name,
-            direction="maximize",
-            load_if_exists=True,
-            sampler=optuna.samplers.RandomSampler(seed=0),
-        )
+        sampler = optuna.samplers.RandomSampler(seed=0)
+        try:
+            # Not `load_if_exists`: it writes before it looks, and who only reads would wait for whoever writes.
+            self._study = optuna.load_study(storage=self._storage, study_name=name, sampler=sampler)
+        except KeyError:
+            self._study = optuna.create_study(
+                storage=self._storage, study_name=name, direction="maximize", load_if_exists=True, sampler=sampler
+            )
 
     def close(self) -> None:
         """Gives the connections back."""

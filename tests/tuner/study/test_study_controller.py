@@ -269,7 +269,12 @@ def test_what_cannot_be_mended_by_trying_again_is_not_tried_again(tmp_path):
 
 
 def test_when_every_candidate_fails_the_study_ends_without_a_winner(tmp_path):
-    data, _, _ = run(tmp_path, ToyMachine(fails=fails("smoke", when=lambda settings, count: len(settings) > 1)))
+    def each_in_its_own_way(phase, settings, count):
+        if phase != "smoke" or len(settings) == 1:
+            return None
+        return Failure("startup_crash", "smoke", "it broke" + " and broke" * count)
+
+    data, _, _ = run(tmp_path, ToyMachine(fails=each_in_its_own_way))
     assert data.state == "done"
     found = recommendation(data)
     assert found.overall.winner is None

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from tests.tuner.study.toy_study import SPACE, ToyMachine, controller, space, study
+from tuner.errors import StudyStopped
 from tuner.records import Failure
 from tuner.study.decide import recommendation
+from tuner.study.journal import FILE
 from tuner.study.planner import Policy
 
 POLICY = Policy(pairs=1)
@@ -76,9 +78,12 @@ def outcome(data: Any) -> Any:
 def copy_database(source: Path, target: Path) -> None:
     """What a kill at this moment leaves on the disk: the file and its write-ahead log."""
     target.mkdir()
-    for path in source.glob("study.db*"):
-        if not path.name.endswith("-shm"):
-            shutil.copy(path, target / path.name)
+    for path in kept_files(source):
+        shutil.copy(path, target / path.name)
+
+
+def kept_files(folder: Path) -> list[Path]:
+    return [folder / name for name in ("study.db", "study.db-wal", FILE) if (folder / name).exists()]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +94,7 @@ def reference(tmp_path_factory):
     seen: set[bytes] = set()
 
     def keep(name: str) -> None:
-        content = b"".join(path.read_bytes() for path in sorted(folder.glob("study.db*")) if "shm" not in path.name)
+        content = b"".join(path.read_bytes() for path in kept_files(folder))
         if content not in seen:  # nothing was written since the last boundary: the same moment
             seen.add(content)
             copy_database(folder, folder / f"moment-{len(moments)}")
@@ -107,8 +112,9 @@ def check(folder: Path, expected: Any) -> None:
     data = controller(store, machine, policy=POLICY).run()
     assert outcome(data) == outcome(expected)
     assert {stored.id: stored for stored in data.blocks.values()}.items() >= before.blocks.items(), "a block was lost"
-    new = len(data.blocks) - len(before.blocks)
-    assert len(machine.measured) == new, "a block was measured twice"
+    recorded = len((folder / FILE).read_text().splitlines()) - len(machine.measured)
+    assert recorded >= len(before.blocks)
+    assert len(machine.measured) == len(data.blocks) - recorded, "a block was measured twice"
     assert not [launch for launch in data.launches if launch.ended_at is None]
     assert machine.reaped[0] == {"study": data.uid}
     with sqlite3.connect(folder / "study.db") as connection:
@@ -136,7 +142,7 @@ def test_the_reference_holds_what_can_go_wrong(reference):
     }
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
 def test_a_kill_between_every_two_writes_changes_nothing(reference, tmp_path, part):
     data, moments = reference
     for i, (_name, moment) in list(enumerate(moments))[part::4]:
@@ -158,6 +164,9 @@ def test_kills_at_one_step_after_the_other_change_nothing(reference, tmp_path):
         store = study(tmp_path, space(*SMALL))
         try:
             end = controller(Watched(store, burn), Watched(ToyMachine(fails=flaky), burn), policy=POLICY).run()
+        except StudyStopped as stopped:  # killed three times at one place: what a user would start again
+            assert "ended because the tuner itself did" in str(stopped)  # noqa: PT017
+            continue
         except Killed:
             store.close()
             fuse += 3

@@ -241,7 +241,14 @@ def study(folder: Path, the_space: Space | None = None, name: str = "toy") -> St
 
 
 def controller(
-    store: Any, machine: Any, engine: Any = None, *, policy: Policy = POLICIES["short"], folder: Path = Path("logs")
+    store: Any,
+    machine: Any,
+    engine: Any = None,
+    *,
+    policy: Policy = POLICIES["short"],
+    folder: Path | None = None,
+    **more: Any,
 ) -> Controller:
     machine.clock = getattr(store, "clock", None)
-    return Controller(store, engine or ToyEngine(), machine, policy=policy, folder=folder)
+    folder = folder or Path(store.engine.url.database).parent
+    return Controller(store, engine or ToyEngine(), machine, policy=policy, folder=folder, **more)

@@ -1,0 +1,100 @@
+"""The user's hook: a command or a URL that is told when a study ends, stops, or needs a person."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from tuner.errors import StudyStopped
+from tuner.judge.text import recommendation_dict
+from tuner.space.schema import NotifySection
+from tuner.study.data import StudyData
+from tuner.study.decide import recommendation
+
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+def message(data: StudyData, error: BaseException | None) -> dict[str, Any]:
+    """What the hook is told.
+
+    `event` is `done`, `stopped` (it can be run again), or `needs_person` (the machine, its storage or the tuner itself
+    is ill); `error` is what ended the study, None when it is done.
+    """
+    found = recommendation_dict(recommendation(data)) if error is None else None
+    return {
+        "event": _event(error),
+        "study": data.name,
+        "state": data.state,
+        "message": data.reason if error is None else str(error) or type(error).__name__,
+        "exit_code": 0 if error is None else getattr(error, "exit_code", 1),
+        "at": time.time(),
+        "blocks": sum(stored.block.valid for stored in data.blocks.values()),
+        "recommendation": found,
+    }
+
+
+def _event(error: BaseException | None) -> str:
+    if error is None:
+        return "done"
+    return "stopped" if isinstance(error, (StudyStopped, KeyboardInterrupt)) else "needs_person"
+
+
+def notify(hook: NotifySection, told: Mapping[str, Any]) -> str | None:
+    """Calls the hook; returns what went wrong, in a sentence, and never raises for a failure of the hook."""
+    text = json.dumps(told, ensure_ascii=False)
+    if hook.command:
+        return _run(hook.command, text, hook.timeout_s)
+    return _post(hook.url or "", text, hook.timeout_s)
+
+
+def _run(command: list[str], text: str, timeout_s: float) -> str | None:
+    name = command[0]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        return f"the hook {name} cannot be started: {getattr(error, 'strerror', None) or error}"
+    try:
+        _, complaint = process.communicate(text, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # a group of its own: what it has started goes with it
+        process.communicate()
+        return f"the hook {name} took longer than {timeout_s:g} s and was ended"
+    if process.returncode == 0:
+        return None
+    last = complaint.strip().splitlines()[-1:]
+    return f"the hook {name} ended with status {process.returncode}" + (f": {last[0][:200]}" if last else "")
+
+
+def _post(url: str, text: str, timeout_s: float) -> str | None:
+    import httpx
+
+    missing = [name for name in _VARIABLE.findall(url) if name not in os.environ]
+    if missing:
+        return f"the hook's address needs the environment variable {missing[0]}, which is not set"
+    full = _VARIABLE.sub(lambda found: os.environ[found[1]], url)
+    try:
+        host = urlsplit(full).hostname  # of an address only its host is ever told: the path may be a secret
+    except ValueError:
+        host = None
+    if host is None:
+        return "the hook's address is not a URL"
+    headers = {"Content-Type": "application/json"}
+    try:
+        answer = httpx.post(full, content=text.encode(), headers=headers, timeout=timeout_s)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return f"the hook at {host} did not answer: {type(error).__name__}"
+    return None if answer.is_success else f"the hook at {host} answered {answer.status_code}"
