@@ -65,6 +65,7 @@ def carry_out(
 
     assert isinstance(store, StudyStore)
     where = f" --storage {storage}" if storage else ""
+    before = store.data()
     observer, context = watching(quiet=quiet, json_log=json_log)
     try:
         with context:
@@ -90,11 +91,14 @@ def carry_out(
         for line in recommendation_lines(found):
             say(line)
     if not (quiet or json_log):
+        if before.state == "done" and len(data.launches) == len(before.launches):
+            say("\nThis study was complete: nothing was measured now. To begin anew, give it a new name with --study.")
         say(f"\nThe search ended because: {data.reason}.")
-        say(f"Every candidate:  tuner report {data.name}{where}")
-        say(f"To deploy it:     tuner export {data.name} --format shell --output DIR{where}")
+        say(f"Every candidate:      tuner report {data.name}{where}")
+        what = "the baseline:" if found.overall.winner is None else "the winner:"
+        say(f"Deploy {what:<14} tuner export {data.name} --format shell --output DIR{where}")
         if found.overall.winner is None:
-            say(f"To search on:     tuner resume {data.name} --more 8{where}")
+            say(f"Search on:            tuner resume {data.name} --more 8{where}")
     if not data.pairs:
         complain(f"None of {len(data.measured)} candidates could be compared with the baseline.")
         raise typer.Exit(1)

@@ -221,7 +221,7 @@ def _standing(
     if failed:
         return "failed", why
     trials = [trial for trial in data.trials if trial.candidate_id == candidate_id]
-    illegal = next((trial.why for trial in trials if trial.kind == "illegal"), None)
+    illegal = next((trial.why for trial in trials if trial.kind in ("illegal", "known_crash")), None)
     if illegal is not None:
         return "ruled out", illegal
     gates = [row for row in rows if row.attempts and row.tokens_per_s is None]

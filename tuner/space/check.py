@@ -58,10 +58,12 @@ class Outside:
     Args:
         engine_for: kind → its facts; raises `UsageError` for an unknown kind.
         check_prompts: raises `UsageError` when there is no such prompt set.
+        env_problems: what cannot be in an environment difference, one sentence each.
     """
 
     engine_for: Callable[[str], EngineFacts] | None = None
     check_prompts: Callable[[str], object] | None = None
+    env_problems: Callable[[Mapping[str, str | None]], list[str]] | None = None
 
 
 class Checker:
@@ -134,6 +136,7 @@ class Checker:
             self.report(("name",), f"'{file.name}' is not usable as a name: letters, digits, '.', '_', '-', at most 64")
         engine = self._engine(file, outside)
         self._names(file, engine)
+        self._environment(file, outside)
         self._objective(file.objective)
         if file.budget.launches < 2:
             self.report(("budget", "launches"), "1 launch is only the baseline; at least 2 are needed, 10 to confirm")
@@ -145,6 +148,18 @@ class Checker:
         self._rules(file, parameters or ())
         if not self.problems:
             self._combinations(Space(file), engine)
+
+    def _environment(self, file: SpaceFile, outside: Outside) -> None:
+        if outside.env_problems is None:
+            return
+        for name, value in file.engine.env.items():
+            for problem in outside.env_problems({name: value}):
+                self.report(("engine", "env", name), problem.partition(": ")[2])
+        for name, section in file.parameters.items():
+            if name.startswith("env."):
+                for i, choice in enumerate(section.choices or ()):
+                    for problem in outside.env_problems({name.removeprefix("env."): str(choice)}):
+                        self.report(("parameters", name, "choices", i), problem.partition(": ")[2])
 
     def _guarded(self, path: Path, check: Callable[[], object]) -> None:
         try:

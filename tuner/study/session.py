@@ -54,11 +54,13 @@ def read_space(path_or_name: str, overrides: tuple[str, ...] = (), profile: str 
         UsageError: every problem at once.
     """
     from tuner.bench.prompts import load_prompts
-    from tuner.engines.base import get_engine
+    from tuner.engines.base import env_problems, get_engine
 
     settings = (*overrides, f"profile={profile}") if profile else overrides
     outside = Outside(
-        engine_for=get_engine, check_prompts=lambda name: [load_prompts(name, split=s) for s in ("tuning", "held_out")]
+        engine_for=get_engine,
+        check_prompts=lambda name: [load_prompts(name, split=s) for s in ("tuning", "held_out")],
+        env_problems=env_problems,
     )
     return load_space(path_or_name, settings, outside)
 

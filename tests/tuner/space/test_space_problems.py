@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tuner.engines.base import env_problems
 from tuner.errors import UsageError
 from tuner.space import Outside, SpaceProblems, parse_space
 
@@ -243,3 +244,17 @@ def test_figures_beyond_anything_that_can_work_are_refused(workload, place):
     with pytest.raises(SpaceProblems) as caught:
         parse_space(text)
     assert f"{place}: must be at most" in str(caught.value)
+
+
+def test_an_environment_that_cannot_be_is_found_with_its_line():
+    text = """name: a
+engine: {kind: k, model: m, env: {"A=B": x}}
+workload: {concurrency: [1]}
+baseline: {}
+parameters: {env.X: {choices: ["p\\0q", ok]}}
+"""
+    outside = Outside(env_problems=env_problems)
+    with pytest.raises(SpaceProblems) as caught:
+        parse_space(text, outside=outside)
+    assert "space:2: engine.env.A=B: 'A=B' is not the name of a variable" in str(caught.value)
+    assert "space:5: parameters.env.X.choices[0]" in str(caught.value)
