@@ -5,6 +5,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
+# Servers and commands are started hundreds of times: without compiled modules, imports would take minutes of that.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test test-all lint format setup clean
 
 run: $(READY) ## tune the bundled engine on this machine, then print the report and export the decision

@@ -150,6 +150,7 @@ def test_a_kill_between_every_two_writes_changes_nothing(reference, tmp_path, pa
         check(tmp_path / str(i), data)
 
 
+@pytest.mark.slow  # the fuzz test covers the same promise in the normal tier
 def test_kills_at_one_step_after_the_other_change_nothing(reference, tmp_path):
     data, _ = reference
     fuse = 2
@@ -196,6 +197,7 @@ CHILD = """
 """
 
 
+@pytest.mark.slow  # the fuzz test covers the same promise in the normal tier
 def test_a_process_killed_with_kill_9_again_and_again_ends_as_if_it_had_not_been(reference, tmp_path):
     data, _ = reference
     root = Path(__file__).parents[3]
