@@ -11,6 +11,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import InvalidConfig
 from engine.memory.pool import KVPool, Pages
+from engine.memory.prefix import PrefixCache
 from engine.model.llama import Llama
 from engine.model.source import ModelSource, resolve
 from engine.model.weights import open_weights
@@ -34,6 +35,7 @@ class Core:
     model: Llama
     pool: KVPool
     pages: Pages
+    prefix: PrefixCache
     drafter: Drafter
     gate: SpecGate
     round: SpecRound
@@ -70,6 +72,8 @@ class Core:
                 "kv_pool_bytes": self.pool.nbytes,
                 "kv_pages": self.pages.total,
                 "kv_pages_free": self.pages.free,
+                "kv_pages_cached": self.pages.cached,
+                "kv_pages_used": self.pages.used,
             },
         }
 
@@ -93,7 +97,12 @@ class Core:
             "engine_running_requests": scheduler.running,
             "engine_waiting_requests": scheduler.waiting,
             "engine_kv_pages_free": self.pages.free,
+            "engine_kv_pages_cached": self.pages.cached,
+            "engine_kv_pages_used": self.pages.used,
             "engine_kv_pages": self.pages.total,
+            "engine_prefix_cache_queried_tokens_total": self.prefix.queried_tokens,
+            "engine_prefix_cache_hit_tokens_total": self.prefix.hit_tokens,
+            "engine_prefix_cache_evicted_pages_total": self.prefix.evicted_pages,
         }
         for depth in range(self.config.spec.num_steps + 1 if self.config.spec.num_steps else 0):
             counters[f'engine_spec_rounds_by_accepted_total{{accepted="{depth}"}}'] = stats.accepted_at[depth]
@@ -109,6 +118,7 @@ class Core:
             "max_running_requests": self.config.max_running_requests,
             "prefill_tokens": self.config.prefill_tokens,
             "threads": torch.get_num_threads(),
+            "prefix_cache": "on" if self.prefix.enabled else "off",
             "seed": self.config.seed,
             "speculation": self.drafter.name,
             "num_steps": self.gate.steps_when_on,
@@ -156,19 +166,21 @@ def build(config: EngineConfig) -> Core:
     shape = model.config
     pool = KVPool(shape.layers, page_count, page_size, shape.kv_heads, shape.head_dim, dtype)
     pages = Pages(page_count, page_size, config.max_running_requests, context_length + config.spec.num_steps + 1)
+    prefix = PrefixCache(pages, enabled=config.prefix_cache)
     drafter = make_drafter(config.spec)
     gate = SpecGate(config.spec)
     round_ = SpecRound(model, pool, pages, drafter)
     scheduler = Scheduler(
         round_,
         pages,
+        prefix,
         drafter,
         gate,
         max_running=config.max_running_requests,
         prefill_tokens=config.prefill_tokens,
         seed=config.seed,
     )
-    return Core(config, source, model, pool, pages, drafter, gate, round_, scheduler, context_length, paths)
+    return Core(config, source, model, pool, pages, prefix, drafter, gate, round_, scheduler, context_length, paths)
 
 
 def _check_memory(kv_tokens: int, model: Llama) -> None:

@@ -67,6 +67,7 @@ def serve(
     ] = EngineConfig.max_running_requests,
     prefill_tokens: Annotated[int, _option("Prompt tokens run per step, at most.")] = EngineConfig.prefill_tokens,
     threads: Annotated[int | None, _option("Threads of the model process; default: all cores.")] = None,
+    prefix_cache: Annotated[str, _option("on, or off: requests that begin alike share what was computed.")] = "on",
     seed: Annotated[int, _option("From which requests without a seed get theirs.")] = EngineConfig.seed,
     log_level: Annotated[str, _option(f"One of {', '.join(LEVELS)}.")] = EngineConfig.log_level,
     speculation: Annotated[str, _option(f"The drafter: {', '.join(SPECULATION)}.")] = SpecConfig.speculation,
@@ -106,6 +107,7 @@ def serve(
         max_running_requests=max_running_requests,
         prefill_tokens=prefill_tokens,
         threads=threads,
+        prefix_cache=prefix_cache != "off",
         seed=seed,
         log_level=log_level,
         spec=SpecConfig(
@@ -119,6 +121,8 @@ def serve(
             ngram_max=ngram_max,
         ),
     )
+    if prefix_cache not in ("on", "off"):
+        problems.append(f"prefix_cache: '{prefix_cache}' is neither 'on' nor 'off'")
     if log_level not in LEVELS:
         problems.append(f"log_level: '{log_level}' is unknown; valid: {', '.join(LEVELS)}")
     problems += config.problems()

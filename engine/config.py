@@ -81,6 +81,7 @@ class EngineConfig:
         max_running_requests: requests decoded together; more wait.
         prefill_tokens: prompt tokens run per step, at most.
         threads: OpenMP threads of the model process; None: all cores it may use.
+        prefix_cache: keep the pages of finished requests for others that begin alike, while there is room.
         seed: of the engine, from which requests without a seed get theirs.
     """
 
@@ -96,6 +97,7 @@ class EngineConfig:
     max_running_requests: int = 64
     prefill_tokens: int = 512
     threads: int | None = None
+    prefix_cache: bool = True
     seed: int = 0
     log_level: str = "info"
     spec: SpecConfig = field(default_factory=SpecConfig)
@@ -117,6 +119,7 @@ class EngineConfig:
         """Settings as requested, flat, without the API key: for `/server_info` and logs."""
         flat = asdict(self)
         flat.update(flat.pop("spec"))
+        flat["prefix_cache"] = "on" if self.prefix_cache else "off"
         flat["api_key"] = "set" if self.api_key else None
         flat["disable_batch_threshold"] = self.spec.disable_batch_threshold or "never"
         return flat

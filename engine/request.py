@@ -23,6 +23,8 @@ class Request:
     cached: int = 0
     row: int = -1
     preemptions: int = field(default=0, repr=False)
+    hit: int = field(default=0, repr=False)
+    """Tokens of the prompt that the prefix cache had when the request first ran."""
 
     @property
     def pending(self) -> int:

@@ -62,7 +62,9 @@ def warm_up(core: Core) -> None:
             made += len(update.token_ids)
     if made != tokens:
         raise RuntimeError(f"warm-up generated {made} tokens instead of {tokens}")
+    core.prefix.flush()
     core.scheduler.check()
+    core.prefix.queried_tokens = core.prefix.hit_tokens = 0
     core.scheduler.finished = 0
     core.round.stats = type(core.round.stats)()
     core.gate.transitions = 0
@@ -101,7 +103,8 @@ def _answer(core: Core, ask: Ask) -> Answer:
     if ask.what == "counters":
         return Answer(ask.ticket, core.counters())
     if ask.what == "flush_cache":
-        return Answer(ask.ticket, {"flushed_tokens": 0})  # nothing outlives its request yet
+        pages = core.prefix.flush()
+        return Answer(ask.ticket, {"flushed_pages": pages, "flushed_tokens": pages * core.pages.page_size})
     return Answer(ask.ticket, None, f"unknown question '{ask.what}'")
 
 

@@ -49,7 +49,7 @@ class LaunchRecord:
 
     `env` is the difference to the surrounding environment: a value sets, None removes, "" sets to empty.
     `expected` holds the settings that must be in effect, in neutral names; a candidate whose server reports
-    otherwise is not scored.
+    otherwise is not scored. A POST to `flush_path` empties the server's prefix cache; None: it has none.
     """
 
     engine: str
@@ -64,6 +64,7 @@ class LaunchRecord:
     served_model: str
     ready_path: str = "/health"
     info_path: str | None = "/server_info"
+    flush_path: str | None = None
     simulated: bool = False
 
     @property

@@ -77,13 +77,14 @@ class TokenUpdate:
     """New output tokens of one request (1 to `num_steps` + 1 a round), and its end if this was the last.
 
     A stop token is included as the last id of its update when `finish` is "stop"; it counts in usage and is not
-    shown as text.
+    shown as text. `cached_tokens`, on a request's first update, are those of its prompt that the prefix cache had.
     """
 
     rid: int
     token_ids: tuple[int, ...]
     finish: FinishReason | None = None
     error: str = ""
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,9 +38,10 @@ class KVPool:
 
 
 class Pages:
-    """Who owns which page. Rows of `table` (int32 [requests, pages each]) list a request's pages by position.
+    """Who uses which page. Rows of `table` (int32 [requests, pages each]) list a request's pages by position.
 
-    free + owned = all, always; `check` verifies it.
+    A page is free, used (by one row or, where rows share a prefix, by several), or cached: used by nobody, its content
+    kept until the page is needed. free + cached + used = all, always; `check` verifies it.
     """
 
     def __init__(self, pages: int, page_size: int, requests: int, context_length: int) -> None:
@@ -49,11 +53,31 @@ class Pages:
         self._free_pages = list(range(pages - 1, -1, -1))
         self._free_rows = list(range(requests - 1, -1, -1))
         self._total = pages
+        self._users = [0] * pages
+        self._kept: set[int] = set()
+        self._cached: dict[int, None] = {}  # kept pages without users, least recently used first
+        self.on_evict: Callable[[int], None] = lambda page: None
+        """Told of a cached page before it is given to somebody else."""
 
     @property
     def free(self) -> int:
-        """Pages that nobody owns."""
+        """Pages whose content nobody wants."""
         return len(self._free_pages)
+
+    @property
+    def cached(self) -> int:
+        """Pages that no request uses and whose content is kept while there is room."""
+        return len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Pages that `grow` can give: free ones, then cached ones."""
+        return len(self._free_pages) + len(self._cached)
+
+    @property
+    def used(self) -> int:
+        """Pages that requests hold."""
+        return self._total - self.available
 
     @property
     def total(self) -> int:
@@ -64,23 +88,75 @@ class Pages:
         """A table row without pages. The caller limits requests to the number of rows."""
         return self._free_rows.pop()
 
+    def pages_of(self, row: int) -> list[int]:
+        """The row's pages, by position."""
+        return self._array[row, : self._count[row]].tolist()
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Pages whose content is kept when their last user goes, or was when it went."""
+        return frozenset(self._kept)
+
+    def in_use(self, page: int) -> bool:
+        """Whether a request holds it."""
+        return self._users[page] > 0
+
+    def share(self, row: int, pages: Sequence[int]) -> None:
+        """Let a row without pages begin with these, which are kept or used; they must not be written to."""
+        assert self._count[row] == 0, "a row shares pages before it has its own"
+        for page in pages:
+            self._users[page] += 1
+            self._cached.pop(page, None)
+        self._array[row, : len(pages)] = pages
+        self._count[row] = len(pages)
+
     def grow(self, row: int, tokens: int) -> bool:
-        """Give `row` the pages for this many tokens. False, and nothing changed, when there are too few."""
+        """Give `row` the pages for this many tokens, at the cost of cached ones, least recently used first.
+
+        False, and nothing changed, when there are too few.
+        """
         have = self._count[row]
         need = -(-tokens // self.page_size) - have
         if need <= 0:
             return True
-        if need > len(self._free_pages):
+        if need > self.available:
             return False
-        self._array[row, have : have + need] = [self._free_pages.pop() for _ in range(need)]
+        for index in range(have, have + need):
+            if not self._free_pages:
+                self._evict()
+            page = self._free_pages.pop()
+            self._users[page] = 1
+            self._array[row, index] = page
         self._count[row] = have + need
         return True
 
     def close_row(self, row: int) -> None:
-        """Take all pages back, and the row."""
-        self._free_pages.extend(self._array[row, : self._count[row]].tolist())
+        """Take all pages back, and the row. Of kept pages the last of the row will be evicted first."""
+        for page in reversed(self.pages_of(row)):
+            self._users[page] -= 1
+            if not self._users[page]:
+                if page in self._kept:
+                    self._cached[page] = None
+                else:
+                    self._free_pages.append(page)
         self._count[row] = 0
         self._free_rows.append(row)
+
+    def keep(self, page: int) -> None:
+        """Keep the content of a used page when its last user has gone."""
+        self._kept.add(page)
+
+    def forget(self, page: int) -> None:
+        """Undo `keep`: the page is free as soon as nobody uses it."""
+        self._kept.discard(page)
+        if page in self._cached:
+            del self._cached[page]
+            self._free_pages.append(page)
+
+    def _evict(self) -> None:
+        page = next(iter(self._cached))
+        self.on_evict(page)
+        self.forget(page)
 
     def slots(self, rows: np.ndarray, at: np.ndarray) -> np.ndarray:
         """Slots, int64 [n], of logical positions `at` of table rows `rows` (both int [n])."""
@@ -88,7 +164,11 @@ class Pages:
         return pages * self.page_size + at % self.page_size
 
     def check(self) -> None:
-        """Raise AssertionError unless every page is free or owned exactly once."""
-        owned = [page for row, n in enumerate(self._count) for page in self._array[row, :n].tolist()]
-        everything = sorted(owned + self._free_pages)
-        assert everything == list(range(self._total)), f"{self._total} pages, but owned + free is {len(everything)}"
+        """Raise AssertionError unless every page is free, cached or used, and has as many users as rows hold it."""
+        users = Counter(page for row in range(len(self._count)) for page in self.pages_of(row))
+        assert all(self._users[page] == users[page] for page in range(self._total)), "pages with wrong user counts"
+        everything = sorted([*users, *self._cached, *self._free_pages])
+        assert everything == list(range(self._total)), (
+            f"{self._total} pages, but {self.free} free + {self.cached} cached + {len(users)} used"
+        )
+        assert self._cached.keys() <= self._kept, "a page is cached that nobody keeps"

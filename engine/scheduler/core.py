@@ -6,6 +6,7 @@ from collections import deque
 
 from engine.ipc.messages import Submit, TokenUpdate
 from engine.memory.pool import Pages
+from engine.memory.prefix import PrefixCache
 from engine.request import Request
 from engine.spec.base import Drafter
 from engine.spec.gate import SpecGate
@@ -16,13 +17,15 @@ class Scheduler:
     """Admits requests in order of arrival and runs rounds over all that run.
 
     Pages are given round by round. When they run out, the youngest request gives its pages back and starts again
-    later from its tokens: what it emits stays the same, since a token depends on its prefix and its coin alone.
+    later from its tokens: what it emits stays the same, since a token depends on its prefix and its coin alone. Those
+    that run are always older than those that wait, so the oldest goes on whatever comes, and nobody starves.
     """
 
     def __init__(
         self,
         round_: SpecRound,
         pages: Pages,
+        prefix: PrefixCache,
         drafter: Drafter,
         gate: SpecGate,
         *,
@@ -30,7 +33,7 @@ class Scheduler:
         prefill_tokens: int,
         seed: int,
     ) -> None:
-        self._round, self._pages, self._drafter, self._gate = round_, pages, drafter, gate
+        self._round, self._pages, self._prefix, self._drafter, self._gate = round_, pages, prefix, drafter, gate
         self._max_running, self._prefill_tokens = max_running, prefill_tokens
         self._seed = seed
         self._waiting: deque[Request] = deque()
@@ -86,23 +89,32 @@ class Scheduler:
         if not work:
             return ()
         emitted = self._round.run(work)
+        for w in work:
+            if not w.completes:
+                self._prefix.record(w.request.row, w.request.tokens, w.request.cached)
         return tuple(self._commit(self._running[rid], tokens) for rid, tokens in emitted.items())
 
     def check(self) -> None:
-        """When idle: every page must be free. Raises AssertionError otherwise."""
+        """free + cached + used = total, and when idle nothing is used. Raises AssertionError otherwise."""
         self._pages.check()
+        self._prefix.check()
         if not self.busy:
-            assert self._pages.free == self._pages.total, "pages leaked"
+            assert self._pages.used == 0, f"{self._pages.used} pages leaked"
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_running:
             request = self._waiting[0]
-            need = -(-(len(request.tokens) + 1) // self._pages.page_size)
+            shared = self._prefix.match(request.tokens)
+            need = -(-(len(request.tokens) + 1) // self._pages.page_size) - len(shared)
+            available = self._pages.available - sum(not self._pages.in_use(page) for page in shared)
             # One page in hand for each running request, or it would be preempted again at once.
-            if self._running and need + len(self._running) > self._pages.free:
+            if self._running and need + len(self._running) > available:
                 return
             self._waiting.popleft()
             request.row = self._pages.open_row()
+            request.cached = self._prefix.attach(request.row, request.tokens)
+            if not request.preemptions:
+                request.hit = request.cached
             self._running[request.rid] = request
             self._drafter.add(request.rid, request.tokens)
 
@@ -146,16 +158,20 @@ class Scheduler:
 
     def _commit(self, request: Request, emitted: list[int]) -> TokenUpdate:
         if -1 in emitted:
+            self._prefix.disown(request.row)
             self._finish(request)
             return TokenUpdate(request.rid, (), "error", "the model produced NaN for this request")
         tokens, finish = request.cut(emitted)
         self._round.stats.generated += len(tokens)
+        hit = request.hit if len(request.tokens) == request.prompt_len else 0
         request.tokens.extend(tokens)
+        if not finish:
+            self._drafter.extend(request.rid, tokens)
+        if not finish or not self._prefix.lookahead:  # a drafter has not seen the last tokens of all
+            self._prefix.record(request.row, request.tokens, request.cached)
         if finish:
             self._finish(request)
-        else:
-            self._drafter.extend(request.rid, tokens)
-        return TokenUpdate(request.rid, tuple(tokens), finish)
+        return TokenUpdate(request.rid, tuple(tokens), finish, cached_tokens=hit)
 
     def _finish(self, request: Request) -> None:
         del self._running[request.rid]
@@ -163,5 +179,6 @@ class Scheduler:
         self._release(request)
 
     def _release(self, request: Request) -> None:
+        self._prefix.detach(request.row)
         self._pages.close_row(request.row)
         self._drafter.release(request.rid)

@@ -28,6 +28,7 @@ ROUTES = [
     Route("/health_generate", status.health_generate),
     Route("/server_info", status.server_info),
     Route("/metrics", status.metrics),
+    Route("/flush_cache", status.flush_cache, methods=["POST"]),
 ]
 
 # For probes and scrapers, which have no key; they tell nothing of what is served.

@@ -74,6 +74,7 @@ class Job:
         stop = self.request.stop_strings
         self.texts = [TextStream(self.service.tokenizer, stop) for _ in self.prompts]
         self.prompt_tokens = sum(map(len, self.prompts))
+        self.cached_tokens = 0
 
     def submit(self) -> Generation:
         """Starts the generation; to be used as a context manager."""
@@ -96,6 +97,7 @@ class Job:
             for index, update in await generation.updates():
                 if index not in open_choices:
                     continue
+                self.cached_tokens += update.cached_tokens
                 text = self.texts[index]
                 new = text.feed(update.token_ids)
                 finish: str | None = None
@@ -125,6 +127,10 @@ class Job:
             "total_tokens": self.prompt_tokens + output,
         }
 
+    def final_usage(self) -> dict[str, Any]:
+        """All tokens, and how many of the prompts' the prefix cache had."""
+        return {**self.usage(), "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
+
 
 def _gave_up(finish: str, error: str) -> RequestError:
     if finish == "abort":
@@ -143,7 +149,7 @@ async def whole_response(job: Job, receive: Receive) -> Response:
                 finishes[delta.index] = delta.finish or ""
     choices = [job.endpoint.choice(i, text, end) for i, (text, end) in enumerate(zip(texts, finishes, strict=True))]
     head = {"id": job.id, "object": job.endpoint.whole, "created": job.created, "model": job.service.name}
-    return JSONResponse({**head, "choices": choices, "usage": job.usage()})
+    return JSONResponse({**head, "choices": choices, "usage": job.final_usage()})
 
 
 class StreamedResponse(Response):
@@ -211,7 +217,7 @@ class _Frames:
 
     def closing(self) -> str:
         """The usage, where it was asked for, and the end mark."""
-        usage = f'{self._head}"choices":[],"usage":{_compact(self._job.usage())}}}\n\n' if self._last else ""
+        usage = f'{self._head}"choices":[],"usage":{_compact(self._job.final_usage())}}}\n\n' if self._last else ""
         return f"{usage}data: [DONE]\n\n"
 
 

@@ -1,4 +1,4 @@
-"""How the server is: `/health`, `/health_generate`, `/server_info`, `/metrics`."""
+"""How the server is: `/health`, `/health_generate`, `/server_info`, `/metrics`; and `/flush_cache`."""
 
 from __future__ import annotations
 
@@ -74,6 +74,16 @@ async def server_info(request: Request) -> Response:
         message = f"the model process did not answer within {ASK_S:g} s"
         raise RequestError(503, message, code="no_answer") from error
     return JSONResponse(merge_info(service.config.public(), service.name, service.port, half))
+
+
+async def flush_cache(request: Request) -> Response:
+    """Forgets all cached prefixes; says how many pages and tokens nobody was using."""
+    service: Service = request.app.state.service
+    try:
+        return JSONResponse(await service.client.ask("flush_cache", ASK_S))
+    except TimeoutError as error:
+        message = f"the model process did not answer within {ASK_S:g} s"
+        raise RequestError(503, message, code="no_answer") from error
 
 
 def merge_info(requested: Mapping[str, Any], name: str, port: int, half: Mapping[str, Any]) -> dict[str, Any]:

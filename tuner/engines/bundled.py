@@ -38,6 +38,7 @@ _ENGINE = {
     "max_running_requests": SettingSpec("int", "requests decoded together; more wait", low=1),
     "prefill_tokens": SettingSpec("int", "prompt tokens run per step, at most", low=1),
     "threads": SettingSpec("int", "threads of the model process", low=1),
+    "prefix_cache": SettingSpec("str", "requests that begin alike share what was computed", choices=("on", "off")),
     "seed": SettingSpec("int", "from which requests without a seed get theirs", low=0),
     "tp": SettingSpec("int", "tensor parallel size", low=1, high=1),
 }
@@ -93,6 +94,7 @@ class BundledEngine:
             settings=dict(settings),
             expected={name: value for name, value in values.items() if value != "auto" and name != "tp"},
             served_model=served,
+            flush_path="/flush_cache",
         )
 
     def mismatches(self, record: LaunchRecord, server_info: Mapping[str, Any]) -> list[Mismatch]:

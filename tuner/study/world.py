@@ -10,6 +10,8 @@ from tuner.errors import EnvironmentBroken
 from tuner.records import Block, Failure, LaunchRecord, Role
 from tuner.space import Space
 
+_FLUSH_S = 30.0
+
 
 class StopReport(Protocol):
     """How a server ended."""
@@ -90,6 +92,20 @@ class World(Protocol):
         """Ends whatever still carries a marker that begins so; the pids."""
 
 
+def flush(record: LaunchRecord) -> str | None:
+    """Empty a server's prefix cache, so that no block finds the prompts of another there. What went wrong, if it did;
+    a server without such a path is left alone."""
+    if record.flush_path is None:
+        return None
+    import httpx
+
+    try:
+        answer = httpx.post(record.base_url + record.flush_path, timeout=_FLUSH_S, trust_env=False)
+    except httpx.HTTPError as error:
+        return f"POST {record.flush_path}: {error!r}"
+    return None if answer.status_code == 200 else f"POST {record.flush_path}: status {answer.status_code}"
+
+
 class Machine:
     """The real machine. Prompts are read when it is made: a missing set is found before anything starts."""
 
@@ -132,9 +148,12 @@ class Machine:
         seed: int,
         on_progress: Callable[[Any], None],
     ) -> Outcome:
-        """One block. Equal seeds mean equal requests."""
-        from tuner.bench.block import measure_block
+        """One block, on a server whose prefix cache is empty. Equal seeds mean equal requests."""
+        from tuner.bench.block import BlockOutcome, measure_block
 
+        if problem := flush(record):
+            kind = Failure("bad_protocol", "bench", f"the prefix cache could not be emptied before a block: {problem}")
+            return BlockOutcome(None, server.failure() or kind)
         return measure_block(
             record.base_url,
             model=record.served_model,
