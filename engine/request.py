@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.ipc.messages import FinishReason, SamplingParams
+from engine.ipc.messages import FinishReason, SamplingParams, TokenLogprob
 
 
 @dataclass
@@ -25,6 +25,10 @@ class Request:
     preemptions: int = field(default=0, repr=False)
     hit: int = field(default=0, repr=False)
     """Tokens of the prompt that the prefix cache had when the request first ran."""
+    logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
+    """Of the tokens that the last round emitted, where they were asked for."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
+    """Of the prompt's tokens from the second on, as far as it has run."""
 
     @property
     def pending(self) -> int:
@@ -35,6 +39,13 @@ class Request:
     def room(self) -> int:
         """Output tokens it may still emit."""
         return self.prompt_len + self.sampling.max_tokens - len(self.tokens)
+
+    @property
+    def unreported(self) -> range:
+        """Positions in the prompt whose log-probabilities are still to be reported."""
+        if self.sampling.prompt_logprobs is None:
+            return range(0)
+        return range(len(self.prompt_logprobs) + 1, self.prompt_len)
 
     def cut(self, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
         """What of these tokens is output, and why it ends there, if it does. A NaN (-1) is the caller's to handle."""

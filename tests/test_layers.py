@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         "memory": {"errors"},
         "text": {"cache", "errors", "model"},
         "model": {"cache", "errors", "memory", "ops"},
-        "spec": {"config", "request", "memory", "model", "ops"},
+        "spec": {"config", "ipc", "request", "memory", "model", "ops"},
         "scheduler": {"ipc", "request", "memory", "spec"},
         "build": {"config", "errors", "memory", "model", "ops", "scheduler", "spec"},
         "worker": {"build", "config", "errors", "ipc"},

@@ -7,7 +7,7 @@ known to both by `rid`, a number that the frontend never reuses.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -19,6 +19,15 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `seed` None means a fresh one. `stop_token_ids` end
     the request (the token itself is not shown as text) unless `ignore_eos`; the frontend puts the model's end tokens
     there, since the model process knows no tokenizer.
+
+    Before a token is chosen, its logits are changed in this order: `repetition_penalty` divides positive and multiplies
+    negative ones of tokens in the prompt or the output so far; `presence_penalty` is taken from those of tokens in the
+    output, `frequency_penalty` once for each time they are there; `logit_bias` (id, value) is added. Then come
+    temperature, `min_p` (tokens below this share of the likeliest one's probability are out), top-k and top-p.
+
+    `logprobs`: report each output token's log-probability and this many of the likeliest tokens'; None: do not.
+    `prompt_logprobs`: the same for the prompt's tokens but the first. Both are the model's own: before penalties, bias
+    and temperature. `max_tokens` 0 is only of use with the latter.
     """
 
     max_tokens: int = 16
@@ -28,6 +37,27 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether penalties or a bias apply."""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
+        )
+
+
+class TokenLogprob(NamedTuple):
+    """Natural log-probability of one token, and (id, log-probability) of the likeliest ones in its place."""
+
+    value: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +107,8 @@ class TokenUpdate:
     """New output tokens of one request (1 to `num_steps` + 1 a round), and its end if this was the last.
 
     A stop token is included as the last id of its update when `finish` is "stop"; it counts in usage and is not
-    shown as text. `cached_tokens`, on a request's first update, are those of its prompt that the prefix cache had.
+    shown as text. `logprobs` has one entry for each id where they were asked for. A request's first update
+    also tells how many of its prompt's tokens the prefix cache had, and `prompt_logprobs` where they were asked for.
     """
 
     rid: int
@@ -85,6 +116,8 @@ class TokenUpdate:
     finish: FinishReason | None = None
     error: str = ""
     cached_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

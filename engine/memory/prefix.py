@@ -59,9 +59,8 @@ class PrefixCache:
             found.append(entry.page)
         return found
 
-    def attach(self, row: int, tokens: Sequence[int]) -> int:
-        """Let an empty row begin with the cached pages of `tokens`; how many tokens they hold."""
-        found = self.match(tokens)
+    def attach(self, row: int, tokens: Sequence[int], found: Sequence[int]) -> int:
+        """Let an empty row of these tokens begin with the pages that `match` found just now; how many tokens."""
         self._pages.share(row, found)
         self._tails[row] = (self._by_page[found[-1]] if found else self._root, len(found))
         cached = len(found) * self._pages.page_size

@@ -32,11 +32,13 @@ def choose(
     top_k: np.ndarray,
     top_p: np.ndarray,
     coin: np.ndarray,
+    min_p: np.ndarray | None = None,
 ) -> np.ndarray:
     """One token per row of float32 logits [R, V]; int64 [R], -1 where a row holds a NaN.
 
-    Per row: temperature 0 is greedy; top_k 0 and top_p 1 are off; `coin` in [0, 1) decides.
+    Per row: temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; `coin` in [0, 1) decides.
     """
+    floor = None if min_p is None or not min_p.any() else torch.from_numpy(min_p).log()
     chosen = ops.argmax(logits).numpy()
     sampled = (temperature > 0) & (top_k != 1) & (chosen >= 0)
     whole = ((top_k == 0) | (top_k >= logits.shape[1])) & (top_p >= 1.0)
@@ -48,14 +50,18 @@ def choose(
             scaled = logits[at].double()
             # The largest first becomes 0, so that no temperature, however small, makes an infinity of it.
             scaled = (scaled - scaled.amax(-1, keepdim=True)) / torch.from_numpy(temperature[rows]).unsqueeze(1)
+            if floor is not None:
+                scaled.masked_fill_(scaled < floor[at].unsqueeze(1), float("-inf"))
             picked = pick(scaled, top_k[rows], torch.from_numpy(top_p[rows]), torch.from_numpy(coin[rows]))
             chosen[rows] = picked.numpy()
     return chosen
 
 
-def distribution(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+def distribution(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """What `choose` samples from, written plainly: float64 [V] from logits [V]. The oracle of its tests."""
     scaled = logits.double() / temperature
+    share = scaled.softmax(-1)
+    scaled[share < min_p * share.max()] = float("-inf")
     order = scaled.argsort(descending=True, stable=True)
     weights = scaled[order].softmax(-1)
     if top_k:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from engine.ipc.messages import Submit, TokenUpdate
@@ -104,7 +105,8 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_running:
             request = self._waiting[0]
-            shared = self._prefix.match(request.tokens)
+            # Log-probabilities need every position to be run.
+            shared = [] if request.unreported else self._prefix.match(request.tokens)
             need = -(-(len(request.tokens) + 1) // self._pages.page_size) - len(shared)
             available = self._pages.available - sum(not self._pages.in_use(page) for page in shared)
             # One page in hand for each running request, or it would be preempted again at once.
@@ -112,7 +114,7 @@ class Scheduler:
                 return
             self._waiting.popleft()
             request.row = self._pages.open_row()
-            request.cached = self._prefix.attach(request.row, request.tokens)
+            request.cached = self._prefix.attach(request.row, request.tokens, shared)
             if not request.preemptions:
                 request.hit = request.cached
             self._running[request.rid] = request
@@ -129,7 +131,7 @@ class Scheduler:
             take = 1 if decoding else min(request.pending, budget)
             if take == 0:
                 continue
-            drafts = min(steps, request.room - 1) if decoding else 0
+            drafts = max(0, min(steps, request.room - 1)) if decoding else 0
             if not self._pages.grow(request.row, request.cached + take + drafts):
                 drafts = 0
                 if not self._make_room(request, request.cached + take):
@@ -157,13 +159,14 @@ class Scheduler:
         self._waiting.appendleft(request)
 
     def _commit(self, request: Request, emitted: list[int]) -> TokenUpdate:
-        if -1 in emitted:
+        first = len(request.tokens) == request.prompt_len
+        prompt_logprobs = tuple(request.prompt_logprobs) if first else ()
+        if -1 in emitted or any(math.isnan(entry.value) for entry in prompt_logprobs):
             self._prefix.disown(request.row)
             self._finish(request)
             return TokenUpdate(request.rid, (), "error", "the model produced NaN for this request")
         tokens, finish = request.cut(emitted)
         self._round.stats.generated += len(tokens)
-        hit = request.hit if len(request.tokens) == request.prompt_len else 0
         request.tokens.extend(tokens)
         if not finish:
             self._drafter.extend(request.rid, tokens)
@@ -171,7 +174,14 @@ class Scheduler:
             self._prefix.record(request.row, request.tokens, request.cached)
         if finish:
             self._finish(request)
-        return TokenUpdate(request.rid, tuple(tokens), finish, cached_tokens=hit)
+        return TokenUpdate(
+            request.rid,
+            tuple(tokens),
+            finish,
+            cached_tokens=request.hit if first else 0,
+            logprobs=tuple(request.logprobs[: len(tokens)]),
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def _finish(self, request: Request) -> None:
         del self._running[request.rid]

@@ -22,6 +22,7 @@ from engine.ops.sampling import choose, coins
 from engine.request import Request
 from engine.spec.accept import accept, ancestor_mask
 from engine.spec.base import Drafter, DraftTree
+from engine.spec.logits import adjust, logprobs
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ class SpecRound:
         with torch.inference_mode():
             logits = self._model.forward(view, self._pool)
             forwarded = time.perf_counter()
-            emitted = self._accept(ending, tree, logits)
+            nodes = len(tree.tokens)
+            emitted = self._accept(ending, tree, logits[:nodes])
+            _report_prompts(work, logits[nodes:])
         for w in work:
             w.request.cached += w.take if not w.completes else w.take - 1 + len(emitted[w.request.rid])
         stats = self.stats
@@ -90,6 +93,7 @@ class SpecRound:
         tokens: list[np.ndarray] = []
         depths: list[np.ndarray] = []
         logit_rows: list[np.ndarray] = []
+        prompt_rows: list[np.ndarray] = []
         lengths, node, row = np.empty(len(work), dtype=np.int64), 0, 0
         mask_start = np.full(len(work), -1, dtype=np.int64)
         mask, offsets = (None, None) if tree.chain else ancestor_mask(tree)
@@ -101,6 +105,9 @@ class SpecRound:
                 tokens.append(np.array(request.tokens[first:last], dtype=np.int64))
                 depths.append(np.arange(n))
                 self.stats.prompt += n
+                if request.unreported:
+                    at = _reported(w)
+                    prompt_rows.append(row - first + np.arange(at.start, at.stop))
             if w.completes:
                 nodes = slice(tree.start[node], tree.start[node + 1])
                 tokens.append(tree.tokens[nodes])
@@ -130,7 +137,8 @@ class SpecRound:
             context=torch.from_numpy(context.astype(np.int32)),
             mask=None if mask is None else torch.from_numpy(mask),
             mask_start=torch.from_numpy(mask_start),
-            logit_rows=torch.from_numpy(np.concatenate(logit_rows) if logit_rows else np.empty(0, dtype=np.int64)),
+            # First the trees' nodes, then the prompt positions whose log-probabilities are wanted.
+            logit_rows=torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *logit_rows, *prompt_rows])),
         )
 
     def _accept(self, ending: Sequence[Work], tree: DraftTree, logits: Tensor) -> dict[int, list[int]]:
@@ -142,6 +150,7 @@ class SpecRound:
             return np.repeat(np.array(values, dtype=dtype), sizes)
 
         sampling = [w.request.sampling for w in ending]
+        raw = self._adjust(ending, tree, logits)
         temperature = per_node([s.temperature for s in sampling], np.float64)
         if temperature.any():
             position = per_node([len(w.request.tokens) for w in ending], np.uint64) + tree.depth.astype(np.uint64)
@@ -152,6 +161,7 @@ class SpecRound:
                 per_node([s.top_k for s in sampling], np.int64),
                 per_node([s.top_p for s in sampling], np.float64),
                 coins(per_node([w.request.seed for w in ending], np.uint64), position),
+                per_node([s.min_p for s in sampling], np.float64),
             )
         else:
             chosen = self._model.ops.argmax(logits).numpy()
@@ -161,7 +171,26 @@ class SpecRound:
         lengths = accepted.length.tolist()
         self._count(ending, sizes, lengths)
         taken = chosen[np.maximum(accepted.path, 0)].tolist()
-        return {w.request.rid: taken[b][: lengths[b]] for b, w in enumerate(ending)}
+        emitted = {w.request.rid: taken[b][: lengths[b]] for b, w in enumerate(ending)}
+        for b, w in enumerate(ending):
+            top = w.request.sampling.logprobs
+            if top is not None:
+                path = torch.from_numpy(accepted.path[b, : lengths[b]])
+                rows = logits[path] if b not in raw else raw[b][path - int(tree.start[b])]
+                w.request.logprobs = logprobs(rows, emitted[w.request.rid], top)
+        return emitted
+
+    def _adjust(self, ending: Sequence[Work], tree: DraftTree, logits: Tensor) -> dict[int, Tensor]:
+        """Apply penalties and biases in place; the rows as they were, by request, where they will be reported."""
+        raw = {}
+        for b, w in enumerate(ending):
+            sampling = w.request.sampling
+            if sampling.changes_logits:
+                first, last = int(tree.start[b]), int(tree.start[b + 1])
+                if sampling.logprobs is not None:
+                    raw[b] = logits[first:last].clone()
+                adjust(logits[first:last], tree.tokens[first:last], tree.parent[first:last] - first, w.request)
+        return raw
 
     def _compact(self, ending: Sequence[Work], tree: DraftTree, path: np.ndarray) -> None:
         """Bring the accepted nodes' keys and values to the front, so that what follows may assume a chain."""
@@ -184,3 +213,24 @@ class SpecRound:
                 stats.drafted += size - 1
                 stats.accepted += length - 1
                 stats.accepted_at[length - 1] += 1
+
+
+def _reported(work: Work) -> range:
+    """Positions of this round whose rows tell the log-probability of the prompt token behind them."""
+    request = work.request
+    last = request.cached + work.take - work.completes
+    return range(request.unreported.start - 1, min(last, request.unreported.stop - 1))
+
+
+def _report_prompts(work: Sequence[Work], logits: Tensor) -> None:
+    """Hand the rows of `logits` behind the trees' to the requests that asked for them."""
+    row = 0
+    for w in work:
+        request = w.request
+        top = request.sampling.prompt_logprobs
+        if top is None or not request.unreported:
+            continue
+        at = _reported(w)
+        ids = request.tokens[at.start + 1 : at.stop + 1]
+        request.prompt_logprobs += logprobs(logits[row : row + len(at)], ids, top)
+        row += len(at)

@@ -39,7 +39,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=LONGEST))
     def open(self, tokens: list[int]) -> None:
         row = self.pages.open_row()
-        cached = self.prefix.attach(row, tokens)
+        cached = self.prefix.attach(row, tokens, self.prefix.match(tokens))
         assert cached < len(tokens), "the last token is always run"
         for at in range(cached):
             page = self.pages.pages_of(row)[at // SIZE]
@@ -97,7 +97,7 @@ def test_with_lookahead_a_page_is_found_only_before_the_same_next_token() -> Non
     pages = Pages(8, 2, 2, 16)
     prefix = PrefixCache(pages, lookahead=1)
     row = pages.open_row()
-    prefix.attach(row, [5, 6, 7])
+    prefix.attach(row, [5, 6, 7], [])
     pages.grow(row, 3)
     prefix.record(row, [5, 6, 7], 3)
     assert len(prefix.match([5, 6, 7, 1])) == 1
@@ -109,7 +109,7 @@ def test_the_least_recently_used_beginning_goes_first_and_from_its_end() -> None
     prefix = PrefixCache(pages)
     for tokens in ([1, 2, 3], [4, 5, 6]):
         row = pages.open_row()
-        prefix.attach(row, tokens)
+        prefix.attach(row, tokens, [])
         pages.grow(row, 3)
         prefix.record(row, tokens, 3)
         prefix.detach(row)

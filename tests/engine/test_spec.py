@@ -82,10 +82,11 @@ def test_the_mask_is_reachability(shape: list[list[tuple[int, int]]]) -> None:
     temperature=st.floats(0.1, 3.0),
     top_k=st.integers(0, 12),
     top_p=st.floats(0.05, 1.0),
+    min_p=st.just(0.0) | st.floats(0.0, 0.9),
     seed=st.integers(0, 2**20),
 )
 def test_a_coin_picks_the_token_at_its_place_in_the_distribution(
-    temperature: float, top_k: int, top_p: float, seed: int
+    temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
     logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(seed))
     n = 400
@@ -96,8 +97,9 @@ def test_a_coin_picks_the_token_at_its_place_in_the_distribution(
         np.full(n, top_k),
         np.full(n, top_p),
         (np.arange(n) + 0.5) / n,
+        np.full(n, min_p),
     )
-    exact = distribution(logits[0], temperature, top_k, top_p).numpy()
+    exact = distribution(logits[0], temperature, top_k, top_p, min_p).numpy()
     share = np.bincount(chosen, minlength=10) / n
     # Evenly spread coins hit each token in proportion to its probability, to within one coin at either end. Where
     # top-p falls on a cumulative sum to the last bit, one token more or less is right as well.
