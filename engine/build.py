@@ -116,6 +116,7 @@ class Core:
             "kv_tokens": self.pages.total * self.pages.page_size,
             "page_size": self.pool.page_size,
             "max_running_requests": self.config.max_running_requests,
+            "max_waiting_requests": self.config.max_waiting_requests,
             "prefill_tokens": self.config.prefill_tokens,
             "threads": torch.get_num_threads(),
             "prefix_cache": "on" if self.prefix.enabled else "off",

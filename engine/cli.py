@@ -65,6 +65,9 @@ def serve(
     max_running_requests: Annotated[
         int, _option("Requests decoded together; more wait.")
     ] = EngineConfig.max_running_requests,
+    max_waiting_requests: Annotated[
+        int, _option("Requests that wait, at most; more are refused with status 429.")
+    ] = EngineConfig.max_waiting_requests,
     prefill_tokens: Annotated[int, _option("Prompt tokens run per step, at most.")] = EngineConfig.prefill_tokens,
     threads: Annotated[int | None, _option("Threads of the model process; default: all cores.")] = None,
     prefix_cache: Annotated[str, _option("on, or off: requests that begin alike share what was computed.")] = "on",
@@ -105,6 +108,7 @@ def serve(
         kv_tokens=kv_tokens,
         page_size=page_size,
         max_running_requests=max_running_requests,
+        max_waiting_requests=max_waiting_requests,
         prefill_tokens=prefill_tokens,
         threads=threads,
         prefix_cache=prefix_cache != "off",

@@ -9,6 +9,7 @@ SPECULATION = ("none", "ngram")
 _MOST = {
     "page_size": 1024,
     "max_running_requests": 4096,
+    "max_waiting_requests": 10**6,
     "prefill_tokens": 65536,
     "context_length": 2**24,
     "kv_tokens": 2**40,
@@ -79,6 +80,7 @@ class EngineConfig:
             half of the free memory.
         page_size: tokens per KV page.
         max_running_requests: requests decoded together; more wait.
+        max_waiting_requests: beyond the running ones; further ones are refused with status 429.
         prefill_tokens: prompt tokens run per step, at most.
         threads: OpenMP threads of the model process; None: all cores it may use.
         prefix_cache: keep the pages of finished requests for others that begin alike, while there is room.
@@ -95,6 +97,7 @@ class EngineConfig:
     kv_tokens: int | None = None
     page_size: int = 16
     max_running_requests: int = 64
+    max_waiting_requests: int = 20_000
     prefill_tokens: int = 512
     threads: int | None = None
     prefix_cache: bool = True

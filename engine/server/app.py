@@ -88,7 +88,7 @@ class _Edge:
             await self._app(scope, receive, counted_send)
         except RequestError as error:
             body = error_body(error.status, error.message, error.param, error.code)
-            failure = JSONResponse(body, error.status)
+            failure = JSONResponse(body, error.status, error.headers)
         except EngineDown as error:
             failure = JSONResponse(error_body(503, str(error), code="engine_down"), 503)
         except EngineError as error:

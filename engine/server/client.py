@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
@@ -12,6 +13,9 @@ from starlette.types import Receive
 
 from engine.errors import EngineDown, EngineError
 from engine.ipc.messages import Abort, Answer, Ask, SamplingParams, Shutdown, Submit, Tokens, TokenUpdate
+from engine.server.errors import RequestError
+
+RETRY_AFTER_S = 5
 
 
 class Sender(Protocol):
@@ -32,8 +36,11 @@ class EngineClient:
     event loop.
     """
 
-    def __init__(self, channel: Sender, on_tokens: Callable[[int], None] = lambda count: None) -> None:
-        """`on_tokens` is told how many output tokens each message brought."""
+    def __init__(
+        self, channel: Sender, on_tokens: Callable[[int], None] = lambda count: None, most: int = sys.maxsize
+    ) -> None:
+        """`on_tokens` is told how many output tokens each message brought. `most` sequences run or wait at a time."""
+        self._most = most
         self._channel = channel
         self._on_tokens = on_tokens
         self._rids = itertools.count(1)
@@ -47,16 +54,20 @@ class EngineClient:
         """Sequences submitted and not yet ended."""
         return len(self._running)
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> Generation:
-        """Submits one sequence per prompt. Use as a context manager: leaving it aborts what still runs.
+    def generate(self, sequences: Sequence[tuple[Sequence[int], SamplingParams]]) -> Generation:
+        """Submits sequences (prompt, sampling). Use as a context manager: leaving it aborts what still runs.
 
         Raises:
             EngineDown: the model process has ended.
+            RequestError: 429, more are waiting than the server keeps.
         """
         if self.down is not None:
             raise self.down
+        if len(self._running) + len(sequences) > self._most:
+            message = f"{len(self._running)} sequences run or wait, and the server keeps {self._most}; try again later"
+            raise RequestError(429, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
         generation = Generation(self)
-        for index, prompt_ids in enumerate(prompts):
+        for index, (prompt_ids, sampling) in enumerate(sequences):
             rid = next(self._rids)
             generation.rids.append(rid)
             self._running[rid] = (generation, index)

@@ -6,14 +6,23 @@ from typing import Any
 
 
 class RequestError(Exception):
-    """A request that is refused. `param` names the field at fault, None when it is not one field."""
+    """A request that is refused. `param` names the field at fault, None when it is not one field. `retry_after_s`
+    tells clients when to come again."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -22,6 +31,8 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
         kind = "authentication_error"
     elif status == 404:
         kind = "not_found_error"
+    elif status == 429:
+        kind = "rate_limit_error"
     elif status < 500:
         kind = "invalid_request_error"
     else:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from engine.errors import EngineDown
-from engine.ipc.messages import SamplingParams
+from engine.ipc.messages import SamplingParams, TokenUpdate
 from engine.server.client import Generation, Watch
 from engine.server.errors import RequestError, error_body
+from engine.server.logprobs import ChatLogprobs, CompletionLogprobs, Entry
 from engine.server.schema import GenerationRequest
 from engine.server.service import Service
 from engine.text.stream import TextStream
+from engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,16 @@ class Endpoint:
     closes: str
     first_delta: str | None
 
-    def choice(self, index: int, text: str, finish: str) -> dict[str, Any]:
+    def choice(self, index: int, text: str, finish: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """One choice of a response that is not streamed."""
         if self is CHAT:
             message = {"role": "assistant", "content": text, "refusal": None}
-            return {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+            return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def logprobs(self, tokenizer: Tokenizer, top: int) -> CompletionLogprobs | ChatLogprobs:
+        """What writes one choice's log-probabilities."""
+        return ChatLogprobs(tokenizer, top) if self is CHAT else CompletionLogprobs(tokenizer, top)
 
 
 COMPLETION = Endpoint("text_completion", "text_completion", '"text":', "", None)
@@ -50,16 +56,20 @@ CHAT = Endpoint(
 
 @dataclass(frozen=True)
 class Delta:
-    """New text of one choice, and its finish reason when it is the last."""
+    """New text of one choice, its finish reason when it is the last, and its tokens where those were asked for."""
 
     index: int
     text: str
     finish: str | None
+    tokens: tuple[Entry, ...] = ()
 
 
 @dataclass
 class Job:
-    """One request on its way through the model: its choices' texts and what they have used so far."""
+    """One request on its way through the model: its choices' texts and what they have used so far.
+
+    Choice i is of prompt i // n. `echoes`: the prompts as text, where they are to come first.
+    """
 
     service: Service
     endpoint: Endpoint
@@ -68,18 +78,28 @@ class Job:
     sampling: SamplingParams
     request: GenerationRequest
     arrived: float
+    echoes: list[str] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
+        self.n = self.request.n or 1
         stop = self.request.stop_strings
-        self.texts = [TextStream(self.service.tokenizer, stop) for _ in self.prompts]
+        self.texts = [TextStream(self.service.tokenizer, stop) for _ in range(len(self.prompts) * self.n)]
         self.prompt_tokens = sum(map(len, self.prompts))
         self.cached_tokens = 0
 
+    @property
+    def choices(self) -> int:
+        """How many there will be."""
+        return len(self.texts)
+
     def submit(self) -> Generation:
         """Starts the generation; to be used as a context manager."""
-        generation = self.service.client.generate(self.prompts, self.sampling)
-        self.service.metrics.prompt_tokens.inc(self.prompt_tokens)
+        samplings = [replace(self.sampling, seed=_seed_of(self.sampling.seed, choice)) for choice in range(self.n)]
+        generation = self.service.client.generate(
+            [(prompt, sampling) for prompt in self.prompts for sampling in samplings]
+        )
+        self.service.metrics.prompt_tokens.inc(self.prompt_tokens * self.n)
         return generation
 
     async def deltas(self, generation: Generation) -> AsyncIterator[list[Delta]]:
@@ -90,8 +110,9 @@ class Job:
             EngineDown, ClientGone: as `Generation.updates`.
         """
         metrics = self.service.metrics
-        open_choices = set(range(len(self.prompts)))
+        open_choices = set(range(self.choices))
         first = True
+        echoing = set(open_choices) if self.echoes is not None else set()
         while open_choices:
             batch = []
             for index, update in await generation.updates():
@@ -99,7 +120,11 @@ class Job:
                     continue
                 self.cached_tokens += update.cached_tokens
                 text = self.texts[index]
+                before = text.tokens
                 new = text.feed(update.token_ids)
+                tokens: tuple[Entry, ...] = ()
+                if update.logprobs:
+                    tokens = tuple(zip(update.token_ids, update.logprobs, strict=True))[: text.tokens - before]
                 finish: str | None = None
                 if text.stopped:
                     finish = "stop"
@@ -111,12 +136,24 @@ class Job:
                     raise _gave_up(update.finish, update.error)
                 if finish is not None:
                     open_choices.discard(index)
-                batch.append(Delta(index, new, finish))
+                if index in echoing:
+                    echoing.discard(index)
+                    echo, known = self._echo(index, update)
+                    new, tokens = echo + new, known + tokens
+                batch.append(Delta(index, new, finish, tokens))
             if first:
                 metrics.ttft.observe(time.perf_counter() - self.arrived)
                 first = False
             yield batch
         metrics.e2e.observe(time.perf_counter() - self.arrived)
+
+    def _echo(self, index: int, first: TokenUpdate) -> tuple[str, tuple[Entry, ...]]:
+        """What comes before a choice's own text and tokens."""
+        assert self.echoes is not None
+        at = index // self.n
+        if self.sampling.prompt_logprobs is None:
+            return self.echoes[at], ()
+        return self.echoes[at], tuple(zip(self.prompts[at], (None, *first.prompt_logprobs), strict=True))
 
     def usage(self) -> dict[str, int]:
         """Tokens so far, over all choices."""
@@ -132,6 +169,11 @@ class Job:
         return {**self.usage(), "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
 
+def _seed_of(seed: int | None, choice: int) -> int | None:
+    """The first choice has the request's own seed, so that it is what it would be alone; the others have others."""
+    return seed if seed is None or choice == 0 else hash((seed, choice)) % 2**63
+
+
 def _gave_up(finish: str, error: str) -> RequestError:
     if finish == "abort":
         return RequestError(503, error or "the request was aborted: the server is shutting down", code="aborted")
@@ -140,14 +182,20 @@ def _gave_up(finish: str, error: str) -> RequestError:
 
 async def whole_response(job: Job, receive: Receive) -> Response:
     """The response of a request that is not streamed."""
-    texts = [""] * len(job.prompts)
-    finishes = [""] * len(job.prompts)
+    texts = [""] * job.choices
+    finishes = [""] * job.choices
+    tokens: list[list[Entry]] = [[] for _ in texts]
     with job.submit() as generation, Watch(receive, generation):
         async for batch in job.deltas(generation):
             for delta in batch:
                 texts[delta.index] += delta.text
                 finishes[delta.index] = delta.finish or ""
-    choices = [job.endpoint.choice(i, text, end) for i, (text, end) in enumerate(zip(texts, finishes, strict=True))]
+                tokens[delta.index] += delta.tokens
+    top = job.sampling.logprobs
+    choices = []
+    for i, (text, end) in enumerate(zip(texts, finishes, strict=True)):
+        told = None if top is None else job.endpoint.logprobs(job.service.tokenizer, top).render(tokens[i])
+        choices.append(job.endpoint.choice(i, text, end, told))
     head = {"id": job.id, "object": job.endpoint.whole, "created": job.created, "model": job.service.name}
     return JSONResponse({**head, "choices": choices, "usage": job.final_usage()})
 
@@ -196,8 +244,13 @@ class _Frames:
         self._endpoint = job.endpoint
         head = {"id": job.id, "object": job.endpoint.chunk, "created": job.created, "model": job.service.name}
         self._head = f"data: {_compact(head)[:-1]},"
-        self._before = [f'{self._head}"choices":[{{"index":{i},{job.endpoint.opens}' for i in range(len(job.prompts))]
+        self._before = [f'{self._head}"choices":[{{"index":{i},{job.endpoint.opens}' for i in range(job.choices)]
         self._after = f'{job.endpoint.closes},"logprobs":null,"finish_reason":'
+        self._top = job.sampling.logprobs
+        self._logprobs = [
+            job.endpoint.logprobs(job.service.tokenizer, self._top or 0)
+            for _ in range(job.choices if self._top is not None else 0)
+        ]
         options = job.request.stream_options
         self._last = options is not None and options.include_usage
         self._always = options is not None and options.continuous_usage_stats
@@ -206,14 +259,21 @@ class _Frames:
         """What comes before the first delta: the role, in a chat."""
         if self._endpoint.first_delta is None:
             return ""
-        choice = f'{{"index":0,{self._endpoint.first_delta},"logprobs":null,"finish_reason":null}}'
-        return f'{self._head}"choices":[{choice}]}}\n\n'
+        role = self._endpoint.first_delta
+        return "".join(
+            f'{self._head}"choices":[{{"index":{i},{role},"logprobs":null,"finish_reason":null}}]}}\n\n'
+            for i in range(self._job.choices)
+        )
 
     def event(self, delta: Delta) -> str:
         """One delta."""
         finish = f'"{delta.finish}"' if delta.finish else "null"
         usage = f',"usage":{_compact(self._job.usage())}' if self._always else ""
-        return f"{self._before[delta.index]}{json.dumps(delta.text)}{self._after}{finish}}}]{usage}}}\n\n"
+        after = self._after
+        if self._logprobs and delta.tokens:
+            told = _compact(self._logprobs[delta.index].render(delta.tokens))
+            after = f'{self._endpoint.closes},"logprobs":{told},"finish_reason":'
+        return f"{self._before[delta.index]}{json.dumps(delta.text)}{after}{finish}}}]{usage}}}\n\n"
 
     def closing(self) -> str:
         """The usage, where it was asked for, and the end mark."""

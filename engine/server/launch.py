@@ -89,7 +89,8 @@ class _Server:
             loop.add_signal_handler(number, self._on_signal, number)
         self._model = ModelProcess(self._config, self._worker, lambda message: self._client.receive(message))
         self._metrics = Metrics()
-        self._client = EngineClient(self._model, self._metrics.generated_tokens.inc)
+        most = self._config.max_running_requests + self._config.max_waiting_requests
+        self._client = EngineClient(self._model, self._metrics.generated_tokens.inc, most)
         await self._model.start()
         log.info("model process %d loads %s from %s", self._model.pid, self._source.name, self._source.path)
         self._model.ended.add_done_callback(lambda ended: self._on_model_ended(ended.result()))

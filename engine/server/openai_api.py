@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -27,8 +28,12 @@ async def completions(request: Request) -> Response:
     arrived = time.perf_counter()
     body = parse(CompletionRequest, await read_body(request))
     _check_model(service, body.model)
+    n = body.n or 1
     if len(body.prompts) > MAX_PROMPTS:
         raise RequestError(400, f"prompt: holds {len(body.prompts)} prompts; at most {MAX_PROMPTS}", "prompt")
+    if len(body.prompts) * n > MAX_PROMPTS:
+        message = f"n: {n} choices for {len(body.prompts)} prompts are {len(body.prompts) * n}; at most {MAX_PROMPTS}"
+        raise RequestError(400, message, "n", "invalid_value")
     prompts = [
         await _encode(service, prompt, True) if isinstance(prompt, str) else _checked_ids(service, prompt)
         for prompt in body.prompts
@@ -38,7 +43,12 @@ async def completions(request: Request) -> Response:
     wanted = body.max_tokens if body.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
     for prompt in prompts:
         _check_length(service, len(prompt), wanted, "prompt", "max_tokens")
-    job = Job(service, COMPLETION, f"cmpl-{uuid.uuid4().hex}", prompts, _sampling(service, body, wanted), body, arrived)
+    sampling = _sampling(service, body, wanted)
+    echoes = None
+    if body.echo:
+        sampling = replace(sampling, prompt_logprobs=body.logprobs)
+        echoes = [p if isinstance(p, str) else service.tokenizer.literal_text(p) for p in body.prompts]
+    job = Job(service, COMPLETION, f"cmpl-{uuid.uuid4().hex}", prompts, sampling, body, arrived, echoes)
     return await _respond(job, request, body)
 
 
@@ -123,7 +133,15 @@ def _check_length(service: Service, prompt: int, output: int, prompt_field: str,
     raise RequestError(400, message, field, "context_length_exceeded")
 
 
-def _sampling(service: Service, body: GenerationRequest, max_tokens: int) -> SamplingParams:
+def _biases(service: Service, body: GenerationRequest) -> tuple[tuple[int, float], ...]:
+    biases = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    if biases and max(biases) >= service.vocab_size:
+        message = f"logit_bias: token id {max(biases)} is outside 0 to {service.vocab_size - 1}"
+        raise RequestError(400, message, "logit_bias", "invalid_value")
+    return tuple(biases.items())
+
+
+def _sampling(service: Service, body: CompletionRequest | ChatRequest, max_tokens: int) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -132,4 +150,10 @@ def _sampling(service: Service, body: GenerationRequest, max_tokens: int) -> Sam
         seed=body.seed,
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=service.tokenizer.stop_token_ids,
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=_biases(service, body),
+        logprobs=body.top_logprobs_wanted,
     )

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from engine.server.errors import RequestError
 
 MAX_STOP_STRINGS = 16
 MAX_PROMPTS = 128
 MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
 
 # Fields that clients send although they ask for nothing: accepted with these values (and null), refused with others.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
     "min_tokens": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -53,13 +47,31 @@ class GenerationRequest(_Strict):
     """What both endpoints have in common."""
 
     # For unions, whose own messages list every member that did not match.
-    expected: ClassVar[dict[str, str]] = {"stop": f"must be a string or a list of at most {MAX_STOP_STRINGS} strings"}
+    expected: ClassVar[dict[str, str]] = {
+        "stop": f"must be a string or a list of at most {MAX_STOP_STRINGS} strings",
+        "logit_bias": f"must give at most {MAX_BIASES} token ids, as decimal strings, values from -100 to 100",
+    }
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern=r"^\d{1,9}$")],
+                Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)],
+            ],
+            Field(max_length=MAX_BIASES),
+        ]
+        | None
+    ) = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     ignore_eos: bool | None = None
@@ -69,14 +81,7 @@ class GenerationRequest(_Strict):
     user: str | None = None
     metadata: dict[str, Any] | None = None
 
-    n: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    min_p: Any = None
     min_tokens: Any = None
-    logit_bias: Any = None
-    logprobs: Any = None
     service_tier: Any = None
     skip_special_tokens: Any = None
 
@@ -112,10 +117,23 @@ class CompletionRequest(GenerationRequest):
     }
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
 
     best_of: Any = None
-    echo: Any = None
     suffix: Any = None
+
+    @model_validator(mode="after")
+    def _output_or_echo(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("max_tokens", "must be at least 1 without echo")
+        return self
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        """How many of the likeliest tokens are to be reported; None: no log-probabilities."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -159,8 +177,9 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    top_logprobs: Any = None
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None
@@ -168,6 +187,17 @@ class ChatRequest(GenerationRequest):
     response_format: Any = None
     modalities: Any = None
     store: Any = None
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "needs logprobs: true")
+        return self
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        """As for completions."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 Request = TypeVar("Request", bound=GenerationRequest)
@@ -189,6 +219,8 @@ def _refusal(kind: type[GenerationRequest], error: ValidationError) -> RequestEr
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if problem["type"] == "json_invalid":
         return RequestError(400, f"the request body is not valid JSON: {problem['msg']}", code="invalid_json")
+    if problem["type"] in kind.model_fields:  # two fields that do not go together: the type names the one at fault
+        return RequestError(400, f"{problem['type']}: {problem['msg']}", problem["type"], "invalid_value")
     if not problem["loc"]:
         return RequestError(400, "the request body must be a JSON object", code="invalid_json")
     name = str(problem["loc"][0])

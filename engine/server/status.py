@@ -40,7 +40,7 @@ async def health_generate(request: Request) -> Response:
     prompt = service.tokenizer.encode("Hello")
     sampling = SamplingParams(max_tokens=1, ignore_eos=True)
     try:
-        with service.client.generate([prompt], sampling) as generation, Watch(request.receive, generation):
+        with service.client.generate([(prompt, sampling)]) as generation, Watch(request.receive, generation):
             async with asyncio.timeout(HEALTH_GENERATE_S):
                 while True:
                     for _, update in await generation.updates():

@@ -64,6 +64,12 @@ class Tokenizer:
             spelled = self._spelled[token_id] = b"" if entry is None else self._spell(entry)
         return spelled
 
+    def literal_bytes(self, token_id: int) -> bytes:
+        """As `token_bytes`, but special tokens as they are written, such as `<|im_end|>`."""
+        if token_id not in self._hidden:
+            return self.token_bytes(token_id)
+        return (self._backend.id_to_token(token_id) or "").encode()
+
     @property
     def strips_leading_space(self) -> bool:
         """Whether the text of a whole sequence loses its first space (SentencePiece)."""
@@ -72,6 +78,11 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of `token_ids`, without special tokens; bytes that are not UTF-8 become U+FFFD."""
         text = b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self._strips_space else text
+
+    def literal_text(self, token_ids: Iterable[int]) -> str:
+        """As `decode`, but with special tokens as they are written."""
+        text = b"".join(map(self.literal_bytes, token_ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._strips_space else text
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:

@@ -36,6 +36,7 @@ _ENGINE = {
     "kv_tokens": SettingSpec("int", "size of the KV pool, in tokens", low=1),
     "page_size": SettingSpec("int", "tokens per KV page", low=1),
     "max_running_requests": SettingSpec("int", "requests decoded together; more wait", low=1),
+    "max_waiting_requests": SettingSpec("int", "requests that wait, at most; more are refused", low=1),
     "prefill_tokens": SettingSpec("int", "prompt tokens run per step, at most", low=1),
     "threads": SettingSpec("int", "threads of the model process", low=1),
     "prefix_cache": SettingSpec("str", "requests that begin alike share what was computed", choices=("on", "off")),

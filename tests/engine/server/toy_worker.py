@@ -1,15 +1,29 @@
 """A model process without a model: it repeats the prompt's tokens, for ever, through the real contract.
 
+The log-probability of token t is -t / 100; the likeliest tokens are always the bytes "A", "B", "C", …
+
 Special tokens in a prompt make it misbehave; what they do stands beside them. Its vocabulary is one token per byte.
 """
 
 import os
 import signal
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from engine.config import EngineConfig
-from engine.ipc.messages import Abort, Answer, Ask, Fatal, Ready, Shutdown, Submit, Tokens, TokenUpdate
+from engine.ipc.messages import (
+    Abort,
+    Answer,
+    Ask,
+    Fatal,
+    Ready,
+    Shutdown,
+    Submit,
+    TokenLogprob,
+    Tokens,
+    TokenUpdate,
+)
 
 CONTEXT = 512
 VOCAB = 300  # more rows than the tokenizer has ids, as usual
@@ -62,7 +76,12 @@ def main(config: EngineConfig, connection: Connection) -> int:
             if SILENT in request.prompt_ids:
                 continue
             tokens, finish = _next(request, done, config.spec.num_steps + 1)
-            updates.append(TokenUpdate(rid, tuple(tokens), finish))
+            sampling = request.sampling
+            told = _logprobs(tokens, sampling.logprobs)
+            prompt = _logprobs(request.prompt_ids[1:], sampling.prompt_logprobs) if not done else ()
+            updates.append(
+                TokenUpdate(rid, tuple(tokens), finish, cached_tokens=not done, logprobs=told, prompt_logprobs=prompt)
+            )
             running[rid] = (request, done + len(tokens))
             if finish:
                 del running[rid]
@@ -78,6 +97,13 @@ def _next(request: Submit, done: int, most: int) -> tuple[list[int], str | None]
         if tokens[-1] in request.sampling.stop_token_ids and not request.sampling.ignore_eos:
             return tokens, "stop"
     return tokens, "length" if done + len(tokens) == request.sampling.max_tokens else None
+
+
+def _logprobs(tokens: Sequence[int], top: int | None) -> tuple[TokenLogprob, ...]:
+    if top is None:
+        return ()
+    best = tuple((index, -index / 100) for index in range(65, 65 + top))
+    return tuple(TokenLogprob(-token / 100, best) for token in tokens)
 
 
 def _misbehave(prompt: tuple[int, ...]) -> None:
