@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.ops.grouped import GroupedWeight
+
 
 @dataclass(frozen=True)
 class View:
@@ -60,8 +62,17 @@ class Ops(Protocol):
         """Kernel by operation."""
         ...
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, as_float: bool = False) -> Linear:
-        """Prepare weight [out, in]. `as_float`: results in float32 whatever the weight's type (logits)."""
+    def linear(
+        self, weight: Tensor | GroupedWeight, bias: Tensor | None = None, as_float: bool = False, weights: str = "auto"
+    ) -> Linear:
+        """Prepare weight [out, in].
+
+        Args:
+            weight: values, or whole numbers as they are.
+            bias: [out].
+            as_float: results in float32 whatever the type of x (logits).
+            weights: how values are kept: "bf16", "int8" or "int4" (`engine.ops.grouped`), "auto" in their own type.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

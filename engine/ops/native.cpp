@@ -5,14 +5,16 @@
 // the number of threads.
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <thread>
 #include <vector>
+
+#include "linear.hpp"
+#include "numbers.hpp"
+#include "pool.hpp"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -23,151 +25,6 @@
 #endif
 
 namespace {
-
-using bf16 = uint16_t;
-
-inline void pause_briefly() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::this_thread::yield();
-#endif
-}
-
-// Threads that help with one job at a time. Unlike OpenMP's, a job never waits for a helper to arrive: the caller takes
-// chunks itself until none is left, and then waits only for chunks that a helper is in the middle of. On cores shared
-// with other processes (the frontend, a load client) a barrier per operation would cost a scheduler's time slice, some
-// milliseconds, hundreds of times a step.
-class Pool {
-public:
-  explicit Pool(int threads) {
-    for (int i = 1; i < threads; ++i)
-      helpers_.emplace_back([this] { help(); });
-  }
-
-  ~Pool() {
-    stop_ = true;
-    epoch_.fetch_add(1);
-    epoch_.notify_all();
-    for (auto& helper : helpers_)
-      helper.join();
-  }
-
-  int threads() const { return static_cast<int>(helpers_.size()) + 1; }
-
-  // run(context, chunk) for every chunk of [0, chunks), in any order.
-  void each(int64_t chunks, void (*run)(void*, int64_t), void* context) {
-    if (helpers_.empty() || chunks < 2) {
-      for (int64_t chunk = 0; chunk < chunks; ++chunk)
-        run(context, chunk);
-      return;
-    }
-    run_ = run, context_ = context, chunks_ = chunks;
-    next_ = 0;
-    open_ = true;
-    epoch_.fetch_add(1);
-    epoch_.notify_all();
-    take();
-    open_ = false;
-    for (int spins = 0, busy; (busy = active_.load()) != 0;) {
-      if (++spins < kSpins)
-        pause_briefly();
-      else
-        active_.wait(busy); // lets the scheduler put the helper on this core
-    }
-  }
-
-private:
-  static constexpr int kSpins = 4000; // some 50 microseconds
-
-  void take() {
-    for (int64_t chunk; (chunk = next_.fetch_add(1)) < chunks_;)
-      run_(context_, chunk);
-  }
-
-  void help() {
-    for (uint64_t seen = 0; !stop_;) {
-      for (int spins = 0; epoch_.load() == seen;) {
-        if (++spins < kSpins)
-          pause_briefly();
-        else
-          epoch_.wait(seen);
-      }
-      seen = epoch_.load();
-      // Counted first, so that the caller cannot begin another job between the check and the work. A helper that comes
-      // late may meet the next job already: then it helps with that one.
-      active_.fetch_add(1);
-      if (open_.load())
-        take();
-      if (active_.fetch_sub(1) == 1)
-        active_.notify_all();
-    }
-  }
-
-  std::vector<std::thread> helpers_;
-  void (*run_)(void*, int64_t) = nullptr;
-  void* context_ = nullptr;
-  int64_t chunks_ = 0;
-  std::atomic<bool> stop_{false};
-  alignas(64) std::atomic<uint64_t> epoch_{0};
-  alignas(64) std::atomic<int64_t> next_{0};
-  alignas(64) std::atomic<int> active_{0};
-  std::atomic<bool> open_{false};
-};
-
-std::unique_ptr<Pool> pool = std::make_unique<Pool>(1);
-
-// body(first, last) over [0, n) in pieces of `grain`.
-template <typename Body> void parallel(int64_t n, int64_t grain, const Body& body) {
-  struct Context {
-    int64_t n, grain;
-    const Body* body;
-  } context{n, grain, &body};
-  pool->each((n + grain - 1) / grain,
-             [](void* raw, int64_t chunk) {
-               const Context& c = *static_cast<Context*>(raw);
-               (*c.body)(chunk* c.grain, std::min(c.n, (chunk + 1) * c.grain));
-             },
-             &context);
-}
-
-inline float load(float x) { return x; }
-
-inline float load(bf16 x) {
-  uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
-}
-
-inline void store(float* at, float x) { *at = x; }
-
-inline void store(bf16* at, float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  // Round to nearest even; a NaN keeps its top bits and is made quiet, or rounding could turn it into infinity.
-  const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  const uint32_t quiet = bits | 0x400000u;
-  *at = static_cast<bf16>((((bits & 0x7fffffffu) > 0x7f800000u) ? quiet : rounded) >> 16);
-}
-
-// exp(x) for x <= 88, to about 2 ulp, without branches so that the compiler vectorises the loops around it.
-inline float fast_exp(float x) {
-  x = std::max(x, -87.0f);
-  const float n = std::floor(x * 1.44269504f + 0.5f);
-  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return p * scale;
-}
 
 // residual += x (when x is given), out = residual / rms(residual) * weight.
 template <typename T>
@@ -556,8 +413,8 @@ void st_pack_bf16(const uint16_t* w, uint16_t* out, int64_t n, int64_t k) {
   });
 }
 
-void st_linear_bf16(const uint16_t* x, int64_t m, int64_t k, const uint16_t* packed, int64_t n, const float* bias,
-                    void* out, int as_float) {
+void st_linear_tiles(const uint16_t* x, int64_t m, int64_t k, const uint16_t* packed, int64_t n, const float* bias,
+                     void* out, int as_float) {
 #if defined(__AMX_BF16__)
   linear_bf16(x, m, k, packed, n, bias, out, as_float != 0);
 #else
@@ -565,7 +422,47 @@ void st_linear_bf16(const uint16_t* x, int64_t m, int64_t k, const uint16_t* pac
 #endif
 }
 
+// Which linear kernels are compiled in: 0 none, else the lanes of their vectors.
+int st_lanes() { return ST_LANES; }
+
+// Size in bytes of a packed [n, k] weight of this kind (see Kind).
+int64_t st_linear_size(int kind, int64_t n, int64_t k) {
+#if ST_LANES
+  if (static_cast<Kind>(kind) == Kind::kBf16)
+    return wide_size(n, k) * 2;
+#endif
+  return ceil_div(n, kColumns) * ceil_div(k, kGroup) * group_bytes(static_cast<Kind>(kind));
+}
+
+void st_pack_wide(const uint16_t* w, uint16_t* out, int64_t n, int64_t k) {
+#if ST_LANES
+  pack_wide(w, out, n, k);
+#else
+  (void)w, (void)out, (void)n, (void)k;
+#endif
+}
+
+void st_pack_groups(int kind, const uint8_t* numbers, const uint16_t* scale, const uint16_t* minimum, uint8_t* out,
+                    int64_t n, int64_t groups) {
+  pack_groups(static_cast<Kind>(kind), numbers, scale, minimum, out, n, groups);
+}
+
+#if ST_LANES
+#define ST_LINEAR(T)                                                                                                   \
+  if (as_float)                                                                                                        \
+    linear<T, float>(static_cast<Kind>(kind), x, m, k, weights, n, bias, static_cast<float*>(out));                    \
+  else                                                                                                                 \
+    linear<T, T>(static_cast<Kind>(kind), x, m, k, weights, n, bias, static_cast<T*>(out));
+#else
+#define ST_LINEAR(T)                                                                                                   \
+  (void)kind, (void)x, (void)m, (void)k, (void)weights, (void)n, (void)bias, (void)out, (void)as_float;
+#endif
+
 #define ST_TYPED(NAME, T)                                                                                              \
+  void st_linear_##NAME(int kind, const T* x, int64_t m, int64_t k, const void* weights, int64_t n, const float* bias, \
+                        void* out, int as_float) {                                                                     \
+    ST_LINEAR(T)                                                                                                       \
+  }                                                                                                                    \
   void st_rms_norm_##NAME(const T* x, T* residual, const T* weight, T* out, int64_t rows, int64_t dim, float eps) {    \
     rms_norm<T>(x, residual, weight, out, rows, dim, eps);                                                             \
   }                                                                                                                    \

@@ -10,15 +10,18 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.cache import cache_dir
 from engine.ops.base import Linear, View
+from engine.ops.grouped import KINDS, GroupedWeight, quantize
+from engine.ops.reference import ReferenceOps
 
 _SOURCE = Path(__file__).with_name("native.cpp")
+_HEADERS = ("lanes.hpp", "linear.hpp", "numbers.hpp", "pool.hpp")
 _FLAGS = (
     *("-O3", "-std=c++20", "-fPIC", "-pthread", "-fopenmp-simd", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
@@ -27,10 +30,12 @@ _FLAGS = (
 _INSTRUCTION_SETS = {
     "avx2": ("-mavx2",),
     "fma": ("-mfma",),
+    "f16c": ("-mf16c",),
     "avx512f": ("-mavx512f", "-mprefer-vector-width=512"),
     "avx512bw": ("-mavx512bw",),
     "avx512vl": ("-mavx512vl",),
     "avx512dq": ("-mavx512dq",),
+    "avx512_vnni": ("-mavx512vnni",),
     "avx512_bf16": ("-mavx512bf16",),
 }
 _TILES = ("amx_tile", "amx_bf16", "avx512_bf16", "avx512vl", "avx512bw")
@@ -41,15 +46,21 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_tiles": (_I32, ()),
     "st_packed_size": (_I64, (_I64, _I64)),
     "st_pack_bf16": (None, (_P, _P, _I64, _I64)),
-    "st_linear_bf16": (None, (_P, _I64, _I64, _P, _I64, _P, _P, _I32)),
+    "st_linear_tiles": (None, (_P, _I64, _I64, _P, _I64, _P, _P, _I32)),
+    "st_lanes": (_I32, ()),
+    "st_linear_size": (_I64, (_I32, _I64, _I64)),
+    "st_pack_wide": (None, (_P, _P, _I64, _I64)),
+    "st_pack_groups": (None, (_I32, _P, _P, _P, _P, _I64, _I64)),
+    "st_linear": (None, (_I32, _P, _I64, _I64, _P, _I64, _P, _P, _I32)),
     "st_rms_norm": (None, (_P, _P, _P, _P, _I64, _I64, _F32)),
     "st_silu_mul": (None, (_P, _P, _I64, _I64)),
     "st_rope_store": (None, (_P, _I64, _I32, _I32, _I32, _P, _P, _P, _P, _P, _P)),
     "st_attention": (_I32, (_P, _I64, _P, _P, _P, _I64, _I32, _P, _P, _P, _P, _P, _I64, _I32, _I32, _I32, _P)),
     "st_argmax": (None, (_P, _I64, _I64, _P)),
 }
-_TYPED = ("st_rms_norm", "st_silu_mul", "st_rope_store", "st_attention")
+_TYPED = ("st_linear", "st_rms_norm", "st_silu_mul", "st_rope_store", "st_attention")
 _SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
+_KIND_CODES = {"bf16": 0, "int8": 1, "int4": 2}
 HEAD_SIZES = (8, 16, 32, 64, 80, 96, 128, 256)
 
 
@@ -91,7 +102,8 @@ def build() -> Path:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise NativeUnavailable(f"no C++ compiler: {error}; install one, or name it in CXX") from error
-    key = hashlib.sha256("\n".join([_SOURCE.read_text(), version, *options]).encode()).hexdigest()[:16]
+    sources = [_SOURCE.with_name(name).read_text() for name in (_SOURCE.name, *_HEADERS)]
+    key = hashlib.sha256("\n".join([*sources, version, *options]).encode()).hexdigest()[:16]
     target = cache_dir() / "kernels" / f"native-{key}.so"
     if target.exists():
         return target
@@ -123,7 +135,10 @@ def library() -> ctypes.CDLL:
 
 
 class NativeOps:
-    """Kernels for one type, float32 or bfloat16. bfloat16 linears use matrix tiles where there are some.
+    """Kernels for activations of one type, float32 or bfloat16.
+
+    bfloat16 weights use matrix tiles where there are some, else vectors; int8 and int4 ones always vectors. The number
+    of rows decides how many are computed at a time, never how a row is computed.
 
     They run on `torch.get_num_threads()` threads of their own, as counted when this is made.
     """
@@ -137,7 +152,9 @@ class NativeOps:
         self._lib = lib
         lib.st_set_threads(torch.get_num_threads())
         self._tiles = dtype == torch.bfloat16 and bool(lib.st_tiles())
+        self._lanes = int(lib.st_lanes())
         suffix = _SUFFIX[dtype]
+        self._multiply = getattr(lib, "st_linear" + suffix)
         self._rms_norm = getattr(lib, "st_rms_norm" + suffix)
         self._silu_mul = getattr(lib, "st_silu_mul" + suffix)
         self._rope_store = getattr(lib, "st_rope_store" + suffix)
@@ -145,19 +162,29 @@ class NativeOps:
 
     def describe(self) -> dict[str, str]:
         """Kernel by operation."""
-        linear = "native, bf16 matrix tiles" if self._tiles else "torch"
-        return {"linear": linear, "attention": "native, paged", "other": "native"}
+        vectors = f"native, vectors of {32 * self._lanes} bits" if self._lanes else "torch"
+        return {
+            "linear.bf16": "native, matrix tiles" if self._tiles else vectors,
+            "linear.fp32": "torch",
+            "linear.int8": f"{vectors}, 8-bit dot products",
+            "linear.int4": f"{vectors}, 4 by 8-bit dot products",
+            "attention": "native, paged",
+            "other": "native",
+        }
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, as_float: bool = False) -> Linear:
+    def linear(
+        self, weight: Tensor | GroupedWeight, bias: Tensor | None = None, as_float: bool = False, weights: str = "auto"
+    ) -> Linear:
         """See `Ops.linear`."""
-        if not self._tiles:
-
-            def by_torch(x: Tensor) -> Tensor:
-                out = functional.linear(x, weight, bias)
-                return out.float() if as_float else out
-
-            return by_torch
-        return _TileLinear(self._lib, weight.contiguous(), bias, as_float)
+        if isinstance(weight, Tensor) and weights in KINDS:
+            weight = quantize(weight, weights)
+        if isinstance(weight, Tensor):
+            weight = weight.bfloat16() if weights == "bf16" else weight
+            if self._tiles and weight.dtype == torch.bfloat16:
+                return _TileLinear(self._lib, weight.contiguous(), bias, as_float)
+        if self._lanes and (isinstance(weight, GroupedWeight) or weight.dtype == torch.bfloat16):
+            return _VectorLinear(self._lib, self._multiply, weight, bias, as_float)
+        return ReferenceOps().linear(weight, bias, as_float)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Ops.rms_norm`."""
@@ -233,12 +260,51 @@ class NativeOps:
         return out
 
 
+class _VectorLinear:
+    """A weight packed in panels; the unpacked one is not kept."""
+
+    def __init__(
+        self, lib: ctypes.CDLL, multiply: Any, weight: Tensor | GroupedWeight, bias: Tensor | None, as_float: bool
+    ) -> None:
+        self.out_features, self.in_features = n, k = weight.shape
+        kind = weight.kind if isinstance(weight, GroupedWeight) else "bf16"
+        self._kind, self._call = _KIND_CODES[kind], multiply
+        self._packed = torch.empty(lib.st_linear_size(self._kind, n, k), dtype=torch.uint8)
+        if isinstance(weight, GroupedWeight):
+            numbers, scale = weight.numbers.contiguous(), weight.scale.contiguous()
+            minimum = scale if weight.minimum is None else weight.minimum.contiguous()
+            pointers = (part.data_ptr() for part in (numbers, scale, minimum, self._packed))
+            lib.st_pack_groups(self._kind, *pointers, n, scale.shape[1])
+        else:
+            lib.st_pack_wide(weight.contiguous().data_ptr(), self._packed.data_ptr(), n, k)
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
+        self._pointer = self._packed.data_ptr()
+        self._as_float = as_float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x, rows = x.contiguous(), x.shape[0]
+        out = torch.empty(rows, self.out_features, dtype=torch.float32 if self._as_float else x.dtype)
+        self._call(
+            self._kind,
+            x.data_ptr(),
+            rows,
+            self.in_features,
+            self._pointer,
+            self.out_features,
+            self._bias_pointer,
+            out.data_ptr(),
+            int(self._as_float),
+        )
+        return out
+
+
 class _TileLinear:
     """A packed bfloat16 weight; the unpacked one is not kept."""
 
     def __init__(self, lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None, as_float: bool) -> None:
         self.out_features, self.in_features = weight.shape
-        self._call = lib.st_linear_bf16
+        self._call = lib.st_linear_tiles
         size = lib.st_packed_size(self.out_features, self.in_features)
         self._packed = torch.empty(size, dtype=torch.bfloat16)
         lib.st_pack_bf16(weight.data_ptr(), self._packed.data_ptr(), self.out_features, self.in_features)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.ops.base import Linear, View
+from engine.ops.grouped import KINDS, GroupedWeight, grouped_linear, quantize
 
 
 class ReferenceOps:
@@ -18,11 +19,24 @@ class ReferenceOps:
         """Kernel by operation."""
         return {"linear": "torch", "attention": "torch, gathered", "other": "torch"}
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, as_float: bool = False) -> Linear:
-        """See `Ops.linear`."""
+    def linear(
+        self, weight: Tensor | GroupedWeight, bias: Tensor | None = None, as_float: bool = False, weights: str = "auto"
+    ) -> Linear:
+        """See `Ops.linear`. Whole numbers are kept as the float32 values they stand for."""
+        if isinstance(weight, Tensor) and weights in KINDS:
+            weight = quantize(weight, weights)
+        if isinstance(weight, GroupedWeight):
+            values = weight.dequantize()
+
+            def multiply(x: Tensor) -> Tensor:
+                out = grouped_linear(x, values, bias)
+                return out if as_float else out.to(x.dtype)
+
+            return multiply
+        kept = weight.bfloat16() if weights == "bf16" else weight
 
         def apply(x: Tensor) -> Tensor:
-            out = functional.linear(x, weight, bias)
+            out = functional.linear(x, kept.to(x.dtype), None if bias is None else bias.to(x.dtype))
             return out.float() if as_float else out
 
         return apply

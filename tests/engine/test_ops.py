@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.ops.base import View
+from engine.ops.grouped import KINDS, quantize
 from engine.ops.native import NativeOps, compiler_flags
 from engine.ops.reference import ReferenceOps
 from engine.spec.accept import ancestor_mask
@@ -149,6 +150,68 @@ def test_bfloat16_linear_equals_float32_of_the_same_values(
     expected = torch.nn.functional.linear(x.float(), weight.float(), None if shift is None else shift.float())
     assert ours.dtype == (torch.float32 if wide else torch.bfloat16)
     torch.testing.assert_close(ours.float(), expected, atol=3e-2, rtol=1e-2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    size=st.tuples(st.integers(1, 130), st.integers(1, 130)),
+    bias=st.booleans(),
+    wide=st.booleans(),
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_grouped_linear_equals_the_reference(
+    rows: int, size: tuple[int, int], bias: bool, wide: bool, kind: str, dtype: torch.dtype
+) -> None:
+    weight, x = torch.randn(*size), (torch.randn(rows, size[1]) * torch.randn(rows, 1).exp()).to(dtype)
+    shift = torch.randn(size[0]) if bias else None
+    ours, expected = (
+        ops.linear(weight, shift, as_float=wide, weights=kind)(x) for ops in (NativeOps(dtype), ReferenceOps())
+    )
+    assert ours.dtype == expected.dtype == (torch.float32 if wide else dtype)
+    near = {"atol": 1e-4, "rtol": 1e-4} if wide else TOLERANCE[dtype]
+    size_of_row = x.float().norm(dim=1, keepdim=True).clamp(1e-6)
+    torch.testing.assert_close(ours.float() / size_of_row, expected.float() / size_of_row, **near)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_linears_row_depends_neither_on_its_batch_nor_on_the_threads(weights: str, dtype: torch.dtype) -> None:
+    # Lossless speculation rests on this: one row and five must give the same logits to the last bit.
+    weight, x = torch.randn(200, 100), torch.randn(67, 100).to(dtype)
+    together = NativeOps(dtype).linear(weight, as_float=True, weights=weights)(x)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        linear = NativeOps(dtype).linear(weight, as_float=True, weights=weights)
+        for first, last in ((0, 1), (1, 3), (3, 7), (7, 15), (15, 67)):
+            assert torch.equal(linear(x[first:last]), together[first:last])
+    finally:
+        torch.set_num_threads(threads)
+        NativeOps(dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_infinite_and_zero_activations(kind: str) -> None:
+    x = torch.randn(4, 64)
+    x[0, 3], x[1, 40], x[2] = float("nan"), float("inf"), 0.0
+    out = NativeOps(torch.float32).linear(torch.rand(8, 64), weights=kind)(x)
+    assert out[:2].isnan().all()
+    assert (out[2] == 0).all()
+    assert out[3].isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("int8", 254), ("int4", 15)])
+def test_quantised_weights_are_near_and_stay_themselves(kind: str, steps: int) -> None:
+    weight = torch.randn(50, 100)
+    grouped = quantize(weight, kind)
+    groups = torch.nn.functional.pad(weight, (0, 28)).unflatten(1, (-1, 32))
+    width = (2 * groups.abs().amax(-1) if kind == "int8" else groups.amax(-1) - groups.amin(-1)) / steps
+    error = torch.nn.functional.pad((grouped.dequantize() - weight).abs(), (0, 28)).unflatten(1, (-1, 32)).amax(-1)
+    assert (error <= 0.51 * width + 1e-3).all()
+    again = quantize(grouped.dequantize(), kind)
+    torch.testing.assert_close(again.dequantize(), grouped.dequantize(), atol=2e-3, rtol=0)
 
 
 def test_argmax_takes_the_first_of_equals_and_reports_nan() -> None:

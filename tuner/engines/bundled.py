@@ -172,7 +172,7 @@ def _version() -> str:
     root = Path(spec.origin).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):
-        if path.suffix in (".py", ".cpp"):
+        if path.suffix in (".py", ".cpp", ".hpp"):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     try:
         number = importlib.metadata.version("spec-tuner")
