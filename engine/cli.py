@@ -9,7 +9,7 @@ import typer
 
 from engine.config import DTYPES, SPECULATION, EngineConfig, SpecConfig
 from engine.errors import EngineError
-from engine.logs import LEVELS, configure_logging
+from engine.logs import FORMATS, LEVELS, configure_logging
 
 _DEFAULT_STEPS = 3
 
@@ -73,6 +73,7 @@ def serve(
     prefix_cache: Annotated[str, _option("on, or off: requests that begin alike share what was computed.")] = "on",
     seed: Annotated[int, _option("From which requests without a seed get theirs.")] = EngineConfig.seed,
     log_level: Annotated[str, _option(f"One of {', '.join(LEVELS)}.")] = EngineConfig.log_level,
+    log_format: Annotated[str, _option(f"One of {', '.join(FORMATS)}.")] = EngineConfig.log_format,
     speculation: Annotated[str, _option(f"The drafter: {', '.join(SPECULATION)}.")] = SpecConfig.speculation,
     num_steps: Annotated[
         int | None, _option(f"Draft depth per round; default: {_DEFAULT_STEPS} with speculation.")
@@ -114,6 +115,7 @@ def serve(
         prefix_cache=prefix_cache != "off",
         seed=seed,
         log_level=log_level,
+        log_format=log_format,
         spec=SpecConfig(
             speculation=speculation,
             num_steps=steps,
@@ -129,10 +131,12 @@ def serve(
         problems.append(f"prefix_cache: '{prefix_cache}' is neither 'on' nor 'off'")
     if log_level not in LEVELS:
         problems.append(f"log_level: '{log_level}' is unknown; valid: {', '.join(LEVELS)}")
+    if log_format not in FORMATS:
+        problems.append(f"log_format: '{log_format}' is unknown; valid: {', '.join(FORMATS)}")
     problems += config.problems()
     if problems:
         _refuse(problems)
-    configure_logging(log_level)
+    configure_logging(log_level, log_format)
     from engine.server.launch import serve as run
 
     raise typer.Exit(run(config))

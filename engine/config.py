@@ -103,6 +103,7 @@ class EngineConfig:
     prefix_cache: bool = True
     seed: int = 0
     log_level: str = "info"
+    log_format: str = "text"
     spec: SpecConfig = field(default_factory=SpecConfig)
 
     def problems(self) -> list[str]:

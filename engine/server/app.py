@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
+import re
+import time
+import uuid
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -31,9 +35,15 @@ ROUTES = [
     Route("/flush_cache", status.flush_cache, methods=["POST"]),
 ]
 
+log = logging.getLogger(__name__)
+
 # For probes and scrapers, which have no key; they tell nothing of what is served.
 _OPEN = frozenset({"/health", "/health_generate", "/metrics"})
+_POLLED = _OPEN | {"/server_info"}
 _KNOWN = frozenset(route.path for route in ROUTES)
+
+
+_REQUEST_ID = re.compile(rb"[\w.:-]{1,128}", re.ASCII)
 
 
 def build_app(service: Service) -> Starlette:
@@ -54,7 +64,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 class _Edge:
-    """The outermost layer: API key, counting, and exceptions as responses.
+    """The outermost layer: request ids, API key, counting, the log, and exceptions as responses.
+
+    A request keeps the `X-Request-ID` it came with (word characters, `.`, `:` and `-`, 128 at most), or gets one; it is
+    on the response and in the log.
 
     An exception that is nobody's fault but ours is answered with 500 and then ends the server: a frontend in an
     unknown state must not go on as if it were well.
@@ -70,11 +83,14 @@ class _Edge:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         status_sent = 0
+        began = time.perf_counter()
+        request_id = _request_id(scope)
 
         async def counted_send(message: Message) -> None:
             nonlocal status_sent
             if message["type"] == "http.response.start":
                 status_sent = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
             try:
                 await send(message)
             except (OSError, RuntimeError) as error:
@@ -103,6 +119,21 @@ class _Edge:
                 await failure(scope, receive, counted_send)
         route = scope["path"] if scope["path"] in _KNOWN else "other"
         self._service.metrics.requests.labels(route, str(status_sent)).inc()
+        level = logging.DEBUG if scope["path"] in _POLLED and status_sent < 400 else logging.INFO
+        if log.isEnabledFor(level):
+            fields = {
+                "request_id": request_id.decode(),
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status_sent,
+                "seconds": round(time.perf_counter() - began, 4),
+            }
+            log.log(
+                level,
+                "%(method)s %(path)r %(status)d in %(seconds).3f s, %(request_id)s",
+                fields,
+                extra={"fields": fields},
+            )
 
     def _check_key(self, scope: Scope) -> None:
         if self._authorization is None or scope["path"] in _OPEN:
@@ -110,3 +141,8 @@ class _Edge:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if not hmac.compare_digest(given, self._authorization):
             raise RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+
+def _request_id(scope: Scope) -> bytes:
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()

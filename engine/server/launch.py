@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from engine.ipc.messages import Ready
 from engine.model.source import ModelSource, resolve
 from engine.server.app import build_app
 from engine.server.client import EngineClient
+from engine.server.connection import Connection, raise_file_limit
 from engine.server.errors import connection_closed
 from engine.server.listener import bind, unavailable, url_of
 from engine.server.metrics import Metrics
@@ -124,6 +124,7 @@ class _Server:
             created=int(time.time()),
             on_bug=self._on_bug,
         )
+        Connection.most = raise_file_limit()
         self._http = _Http(
             uvicorn.Config(
                 build_app(service),
@@ -131,7 +132,7 @@ class _Server:
                 access_log=False,
                 lifespan="off",
                 ws="none",
-                http="httptools",
+                http=Connection,
                 proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=75,
@@ -165,7 +166,7 @@ class _Server:
             self._fail(cause)
 
     def _on_bug(self, error: BaseException) -> None:
-        traceback.print_exception(error)
+        log.error("an error that no request can be blamed for", exc_info=error)
         self._fail(f"frontend failed: {type(error).__name__}: {error}")
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -201,7 +202,7 @@ class _Server:
             log.info("ended")
             return 0
         if self._model.fatal is not None and self._model.fatal.traceback:
-            sys.stderr.write(self._model.fatal.traceback.rstrip() + "\n")
+            log.error("%s", self._model.fatal.traceback.rstrip())
         log.critical("%s", " ".join(self._failure.split()))
         return 1 if self._model.fatal is None else self._model.fatal.exit_status
 

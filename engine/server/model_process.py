@@ -151,7 +151,7 @@ def _run_worker(worker: str, config: EngineConfig, connection: Connection, paren
     # Ctrl-C and a supervisor's SIGTERM reach the whole process group; the frontend then drains and says `Shutdown`.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    configure_logging(config.log_level)
+    configure_logging(config.log_level, config.log_format)
     module, _, function = worker.partition(":")
     try:
         status = getattr(importlib.import_module(module), function)(config, connection)

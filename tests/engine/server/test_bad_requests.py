@@ -109,7 +109,8 @@ def test_the_field_at_fault_is_named(http, path, body, field):
 )  # fmt: skip
 def test_what_is_not_a_json_object_is_refused(http, raw):
     for path in (C, CHAT):
-        answer = http.post(path, content=raw[:200] if len(raw) > 1000 else raw)
+        raw = raw[:200] if len(raw) > 1000 else raw
+        answer = http.post(path, content=raw, headers={"content-type": "application/json"})
         assert answer.status_code == 400
         assert answer.json()["error"]["message"]
 
@@ -119,7 +120,17 @@ def test_a_body_over_the_limit_is_413(http):
         for _ in range(5):
             yield b" " * 1024 * 1024
 
-    assert http.post(C, content=chunks()).status_code == 413
+    assert http.post(C, content=chunks(), headers={"content-type": "application/json"}).status_code == 413
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_what_is_not_said_to_be_json_is_415(http, kind):
+    headers = {} if kind is None else {"content-type": kind}
+    for path in (C, CHAT):
+        answer = http.post(path, content=b'{"prompt": "a"}', headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_content_type")
+    good = {"content-type": "Application/JSON; charset=utf-8"}
+    assert http.post(C, content=b'{"prompt": "a"}', headers=good).status_code == 200
 
 
 def test_unknown_paths_and_methods_get_the_same_form(http):
