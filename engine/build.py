@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import InvalidConfig
+from engine.config import MOST_DRAFT_TOKENS, EngineConfig
+from engine.errors import InvalidConfig, NothingNamed
 from engine.memory.pool import KVPool, Pages
 from engine.memory.prefix import PrefixCache
 from engine.model.llama import Llama
@@ -19,7 +19,9 @@ from engine.ops.base import Ops
 from engine.ops.native import NativeOps, NativeUnavailable, cpu_flags
 from engine.ops.reference import ReferenceOps
 from engine.scheduler.core import Scheduler
-from engine.spec.base import Drafter, make_drafter
+from engine.scheduler.lane import ThreadLane
+from engine.spec.base import Drafter, Surroundings, make_drafter, registered
+from engine.spec.eagle3 import find_head
 from engine.spec.gate import SpecGate
 from engine.spec.round import SpecRound
 
@@ -36,18 +38,30 @@ class Core:
     pool: KVPool
     pages: Pages
     prefix: PrefixCache
-    drafter: Drafter
-    gate: SpecGate
     round: SpecRound
     scheduler: Scheduler
     context_length: int
     paths: dict[str, dict[str, str]]
+    surroundings: Surroundings
+    epoch: int = 0
+    window: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def drafter(self) -> Drafter:
+        """The one in use."""
+        return self.round.drafter
+
+    @property
+    def gate(self) -> SpecGate:
+        """The one in use."""
+        return self.scheduler.gate
 
     def info(self) -> dict[str, Any]:
         """The model process's half of `/server_info`."""
-        requested, effective = self.config.public(), self._effective()
+        requested, effective = self.config.public(), self.effective()
+        derived = "changed by /reconfigure" if self.epoch else "derived"
         differences = [
-            {"setting": name, "requested": requested[name], "effective": value, "reason": _REASONS.get(name, "derived")}
+            {"setting": name, "requested": requested[name], "effective": value, "reason": _REASONS.get(name, derived)}
             for name, value in effective.items()
             if requested[name] != value
         ]
@@ -67,7 +81,10 @@ class Core:
             "requested": requested,
             "effective": effective,
             "differences": differences,
-            "paths": self.paths,
+            "paths": self.paths | self.scheduler.alarm.path(),
+            "drafters": _available(self.surroundings),
+            "epoch": self.epoch,
+            "window": self._window(),
             "memory": {
                 "kv_pool_bytes": self.pool.nbytes,
                 "kv_pages": self.pages.total,
@@ -90,10 +107,15 @@ class Core:
             "engine_spec_verify_steps_total": stats.verify_steps,
             "engine_spec_drafted_tokens_total": stats.drafted,
             "engine_spec_accepted_tokens_total": stats.accepted,
+            "engine_spec_verified_rows_total": stats.verify_steps + stats.drafted,
+            "engine_spec_wasted_rows_total": stats.drafted - stats.accepted,
             "engine_spec_gate_transitions_total": self.gate.transitions,
+            "engine_spec_gate_steps": self.gate.current or 0,
             "engine_draft_seconds_total": stats.draft_s,
             "engine_forward_seconds_total": stats.forward_s,
+            "engine_extend_seconds_total": stats.extend_s,
             "engine_other_seconds_total": stats.other_s,
+            "engine_lane_idle_seconds_total": self.scheduler.lane_idle_s,
             "engine_running_requests": scheduler.running,
             "engine_waiting_requests": scheduler.waiting,
             "engine_kv_pages_free": self.pages.free,
@@ -104,12 +126,21 @@ class Core:
             "engine_prefix_cache_hit_tokens_total": self.prefix.hit_tokens,
             "engine_prefix_cache_evicted_pages_total": self.prefix.evicted_pages,
         }
-        for depth in range(self.config.spec.num_steps + 1 if self.config.spec.num_steps else 0):
+        for depth in range(max((*stats.accepted_at, self.gate.config.num_steps)) + 1 if stats.verify_steps else 0):
             counters[f'engine_spec_rounds_by_accepted_total{{accepted="{depth}"}}'] = stats.accepted_at[depth]
         return counters
 
-    def _effective(self) -> dict[str, Any]:
-        spec = self.config.spec
+    def reset_window(self) -> None:
+        """Begin a new window: what `/server_info` shows under "window" counts from here."""
+        self.window = {name: value for name, value in self.counters().items() if "_total" in name}
+
+    def _window(self) -> dict[str, float]:
+        counters = self.counters()
+        return {name: value - self.window.get(name, 0) for name, value in counters.items() if "_total" in name}
+
+    def effective(self) -> dict[str, Any]:
+        """Settings as the running objects have them."""
+        spec, shape = self.gate.config, self.gate.config.shape
         return {
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "context_length": self.context_length,
@@ -122,11 +153,13 @@ class Core:
             "prefix_cache": "on" if self.prefix.enabled else "off",
             "seed": self.config.seed,
             "speculation": self.drafter.name,
-            "num_steps": self.gate.steps_when_on,
-            "topk": spec.topk,
-            "num_draft_tokens": self.gate.steps_when_on + 1,
-            "disable_batch_threshold": self.gate.threshold or "never",
-            "spec_version": spec.spec_version,
+            "num_steps": shape.num_steps,
+            "topk": shape.topk,
+            "num_draft_tokens": shape.num_draft_tokens,
+            "disable_batch_threshold": spec.disable_batch_threshold or "never",
+            "steps_by_batch": None if spec.steps_by_batch is None else dict(spec.steps_by_batch),
+            "policy": spec.policy,
+            "spec_version": "v2" if self.scheduler.overlapping else "v1",
             "ngram_min": spec.ngram_min,
             "ngram_max": spec.ngram_max,
         }
@@ -159,29 +192,54 @@ def build(config: EngineConfig) -> Core:
     context_length = config.context_length or trained
     if context_length > trained:
         raise InvalidConfig(f"context_length: {context_length} is more than the model's {trained}")
-    model = Llama(weights, ops, dtype, context_length)
+    model = Llama(weights, ops, dtype, context_length + 2 * MOST_DRAFT_TOKENS)
     weights.close()
     page_size = config.page_size
     page_count = -(-_kv_tokens(config, model, context_length) // page_size)
     _check_memory(page_count * page_size, model)
     shape = model.config
     pool = KVPool(shape.layers, page_count, page_size, shape.kv_heads, shape.head_dim, dtype)
-    pages = Pages(page_count, page_size, config.max_running_requests, context_length + config.spec.num_steps + 1)
-    prefix = PrefixCache(pages, enabled=config.prefix_cache)
-    drafter = make_drafter(config.spec)
+    longest = context_length + 2 * MOST_DRAFT_TOKENS  # behind the last token, rounds in flight may still draft
+    # With overlap a request's row is free only when the round after its last one has ended.
+    pages = Pages(page_count, page_size, 2 * config.max_running_requests, longest)
+    surroundings = Surroundings(config.spec, model, source.name, pages, pages.rows, longest)
+    drafter = make_drafter(config.spec.speculation, surroundings)
+    prefix = PrefixCache(pages, lookahead=drafter.lookahead, enabled=config.prefix_cache)
     gate = SpecGate(config.spec)
     round_ = SpecRound(model, pool, pages, drafter)
     scheduler = Scheduler(
         round_,
         pages,
         prefix,
-        drafter,
         gate,
         max_running=config.max_running_requests,
         prefill_tokens=config.prefill_tokens,
         seed=config.seed,
     )
-    return Core(config, source, model, pool, pages, prefix, drafter, gate, round_, scheduler, context_length, paths)
+    if config.spec.spec_version == "v2":
+        scheduler.use_lane(ThreadLane())
+    return Core(config, source, model, pool, pages, prefix, round_, scheduler, context_length, paths, surroundings)
+
+
+def _available(surroundings: Surroundings) -> dict[str, str]:
+    """Drafters that `/reconfigure` can switch to: "loaded", "on demand", or why not."""
+    states = {}
+    for name in registered():
+        parts = surroundings.config.hybrid if name == "hybrid" else (name,)
+        missing = [problem for part in parts if (problem := _missing(part, surroundings))]
+        states[name] = missing[0] if missing else "loaded" if name in surroundings.made else "on demand"
+    return states
+
+
+def _missing(name: str, surroundings: Surroundings) -> str | None:
+    if name == "eagle3":
+        try:
+            find_head(surroundings)
+        except NothingNamed as error:
+            return str(error)
+    if name == "draft_model" and not surroundings.config.draft_model:
+        return "draft_model: none is named"
+    return None
 
 
 def _check_memory(kv_tokens: int, model: Llama) -> None:

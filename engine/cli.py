@@ -7,11 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.config import DTYPES, SPECULATION, EngineConfig, SpecConfig
+from engine.config import DEFAULT_STEPS, DTYPES, POLICIES, SPECULATION, EngineConfig, SpecConfig, default_draft_tokens
 from engine.errors import EngineError
 from engine.logs import FORMATS, LEVELS, configure_logging
-
-_DEFAULT_STEPS = 3
 
 app = typer.Typer(
     help="A small inference engine with speculative decoding, behind an OpenAI-compatible server.",
@@ -76,28 +74,46 @@ def serve(
     log_format: Annotated[str, _option(f"One of {', '.join(FORMATS)}.")] = EngineConfig.log_format,
     speculation: Annotated[str, _option(f"The drafter: {', '.join(SPECULATION)}.")] = SpecConfig.speculation,
     num_steps: Annotated[
-        int | None, _option(f"Draft depth per round; default: {_DEFAULT_STEPS} with speculation.")
+        int | None, _option(f"Draft depth per round; default: {DEFAULT_STEPS} with speculation.")
     ] = None,
     topk: Annotated[int, _option("Branches per node; 1 is a chain.")] = SpecConfig.topk,
     num_draft_tokens: Annotated[
-        int | None, _option("Rows verified per request and round; default: num-steps + 1.")
+        int | None, _option("Rows verified per request and round; default: num-steps + 1, in a tree 16.")
     ] = None,
     spec_version: Annotated[str, _option("v1: synchronous, v2: overlap scheduling.")] = SpecConfig.spec_version,
     disable_batch_threshold: Annotated[
         str, _option("Speculate at up to this many running requests, or 'never' disable it.")
     ] = "never",
+    steps_by_batch: Annotated[
+        str | None, _option("Draft depth by running requests, as in 1:0,8:3,64:0 (from 8 on 3 deep).")
+    ] = None,
+    policy: Annotated[
+        str, _option(f"{' or '.join(POLICIES)}: go below these depths where acceptance says so.")
+    ] = SpecConfig.policy,
+    draft_head: Annotated[str | None, _option("Head of the eagle3 drafter; default: the one that ships.")] = None,
+    draft_model: Annotated[str | None, _option("Model of the draft_model drafter.")] = None,
+    hybrid: Annotated[str, _option("The two drafters that hybrid composes.")] = ",".join(SpecConfig.hybrid),
     ngram_min: Annotated[int, _option("Shortest suffix that the ngram drafter looks up.")] = SpecConfig.ngram_min,
     ngram_max: Annotated[int, _option("Longest suffix that the ngram drafter looks up.")] = SpecConfig.ngram_max,
 ) -> None:
     """Serve a model over HTTP until SIGTERM or Ctrl-C."""
     problems = []
-    steps = num_steps if num_steps is not None else (0 if speculation == "none" else _DEFAULT_STEPS)
+    steps = num_steps if num_steps is not None else (0 if speculation == "none" else DEFAULT_STEPS)
     threshold = None
     if disable_batch_threshold != "never":
         try:
             threshold = int(disable_batch_threshold)
         except ValueError:
             problems.append(f"disable_batch_threshold: '{disable_batch_threshold}' is neither an integer nor 'never'")
+    table = None
+    if steps_by_batch:
+        try:
+            table = tuple(
+                (int(size), int(depth)) for size, _, depth in (p.partition(":") for p in steps_by_batch.split(","))
+            )
+        except ValueError:
+            problems.append(f"steps_by_batch: '{steps_by_batch}' is not of the form 1:0,8:3,64:0")
+    first, _, second = hybrid.partition(",")
     config = EngineConfig(
         model=model,
         served_model_name=served_model_name,
@@ -120,8 +136,13 @@ def serve(
             speculation=speculation,
             num_steps=steps,
             topk=topk,
-            num_draft_tokens=num_draft_tokens if num_draft_tokens is not None else steps + 1,
+            num_draft_tokens=(num_draft_tokens if num_draft_tokens is not None else default_draft_tokens(steps, topk)),
             disable_batch_threshold=threshold,
+            steps_by_batch=table,
+            policy=policy,
+            draft_head=draft_head,
+            draft_model=draft_model,
+            hybrid=(first, second),
             spec_version=spec_version,
             ngram_min=ngram_min,
             ngram_max=ngram_max,

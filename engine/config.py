@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-SPECULATION = ("none", "ngram")
+
+@dataclass(frozen=True)
+class DraftLimits:
+    """What a drafter can do at most; settings beyond it are refused by name."""
+
+    max_depth: int
+    max_topk: int
+
+
+DRAFTERS = {
+    "none": DraftLimits(max_depth=0, max_topk=1),
+    "ngram": DraftLimits(max_depth=8, max_topk=1),
+    "eagle3": DraftLimits(max_depth=8, max_topk=8),
+    "draft_model": DraftLimits(max_depth=8, max_topk=1),
+    "hybrid": DraftLimits(max_depth=8, max_topk=8),
+}
+SPECULATION = tuple(DRAFTERS)
+MOST_DRAFT_TOKENS = 64
+POLICIES = ("fixed", "adaptive")
+DEFAULT_STEPS = 3
 _MOST = {
     "page_size": 1024,
     "max_running_requests": 4096,
@@ -19,6 +39,37 @@ DTYPES = ("auto", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
+class DraftShape:
+    """How to draft in one round: depth, branches a node, and rows to verify a request (root included)."""
+
+    num_steps: int = 0
+    topk: int = 1
+    num_draft_tokens: int = 1
+
+    @property
+    def slots(self) -> int:
+        """Cache slots that a request needs behind its committed tokens: for drafting or for verifying."""
+        return max(self.num_draft_tokens, 1 + self.topk * max(0, self.num_steps - 1))
+
+    def limited(self, num_steps: int) -> DraftShape:
+        """The same, at most this deep."""
+        steps = min(num_steps, self.num_steps)
+        if not steps:
+            return DraftShape()
+        return DraftShape(steps, self.topk, min(self.num_draft_tokens, tree_capacity(steps, self.topk)))
+
+
+def tree_capacity(num_steps: int, topk: int) -> int:
+    """Nodes of the largest tree, root included: topk after the first step, topk squared after each further one."""
+    return 1 + topk + max(0, num_steps - 1) * topk * topk if topk > 1 else 1 + num_steps
+
+
+def default_draft_tokens(num_steps: int, topk: int) -> int:
+    """Rows to verify when nothing is said: a whole chain, or the part of a tree that is worth its rows."""
+    return min(tree_capacity(num_steps, topk), max(16, num_steps + 1)) if topk > 1 else num_steps + 1
+
+
+@dataclass(frozen=True)
 class SpecConfig:
     """Speculative decoding.
 
@@ -28,8 +79,14 @@ class SpecConfig:
         topk: branches per node; 1 is a chain.
         num_draft_tokens: rows verified per request and round, root included; a chain of `num_steps` has num_steps + 1.
         disable_batch_threshold: speculate at up to this many running requests, not at one more; None: always.
+        steps_by_batch: (running requests, draft depth) in rising order: from that many on, that deep; None: always
+            `num_steps`. `disable_batch_threshold` T is short for ((1, num_steps), (T + 1, 0)).
+        policy: "fixed" follows these settings; "adaptive" goes below them where measured acceptance says so.
         spec_version: "v1" synchronous or "v2" overlap scheduling.
         ngram_min, ngram_max: lengths of the suffix looked up by the `ngram` drafter, longest first.
+        draft_head: safetensors file of the `eagle3` drafter; None: the one that ships for the model.
+        draft_model: of the `draft_model` drafter: a known name, folder or .gguf file.
+        hybrid: the two drafters that `hybrid` composes, the second for where the first finds nothing.
     """
 
     speculation: str = "none"
@@ -37,34 +94,102 @@ class SpecConfig:
     topk: int = 1
     num_draft_tokens: int = 1
     disable_batch_threshold: int | None = None
+    steps_by_batch: tuple[tuple[int, int], ...] | None = None
+    policy: str = "fixed"
     spec_version: str = "v1"
     ngram_min: int = 2
     ngram_max: int = 4
+    draft_head: str | None = None
+    draft_model: str | None = None
+    hybrid: tuple[str, str] = ("ngram", "eagle3")
+
+    @property
+    def shape(self) -> DraftShape:
+        """Of a round that speculates."""
+        return DraftShape(self.num_steps, self.topk, self.num_draft_tokens)
 
     def problems(self) -> list[str]:
         """Each sentence names the setting, what is wrong with it and what would be valid."""
         found = []
-        if self.speculation not in SPECULATION:
-            found.append(f"speculation: '{self.speculation}' is unknown; valid: {', '.join(SPECULATION)}")
-        if self.speculation == "none":
+        if self.speculation not in DRAFTERS:
+            found.append(f"speculation: '{self.speculation}' is unknown; valid: {', '.join(DRAFTERS)}")
+        elif self.speculation == "none":
             if self.num_steps or self.num_draft_tokens != 1:
                 found.append("num_steps: must be 0 (and num_draft_tokens 1) when speculation is 'none'")
+            if self.topk != 1:
+                found.append(f"topk: {self.topk} is not valid; without speculation it is 1")
         else:
-            if not 1 <= self.num_steps <= 8:
-                found.append(f"num_steps: {self.num_steps} is outside 1 to 8")
-            if self.topk == 1 and self.num_draft_tokens != self.num_steps + 1:
-                found.append(
-                    f"num_draft_tokens: a chain (topk 1) of {self.num_steps} steps has {self.num_steps + 1}, "
-                    f"not {self.num_draft_tokens}"
-                )
-        if self.topk != 1:
-            found.append(f"topk: {self.topk} is not valid; the drafter '{self.speculation}' only chains (topk 1)")
-        if self.disable_batch_threshold is not None and self.disable_batch_threshold < 1:
-            found.append(f"disable_batch_threshold: {self.disable_batch_threshold} is below 1; omit it for never")
-        if self.spec_version != "v1":
-            found.append(f"spec_version: '{self.spec_version}' is not available; valid: v1")
+            found += self._shape_problems(DRAFTERS[self.speculation])
+        found += self._schedule_problems()
+        if self.policy not in POLICIES:
+            found.append(f"policy: '{self.policy}' is unknown; valid: {', '.join(POLICIES)}")
+        if self.spec_version not in ("v1", "v2"):
+            found.append(f"spec_version: '{self.spec_version}' is unknown; valid: v1, v2")
         if not 1 <= self.ngram_min <= self.ngram_max:
             found.append(f"ngram_min: {self.ngram_min} must be at least 1 and at most ngram_max ({self.ngram_max})")
+        parts = [name for name in DRAFTERS if name not in ("none", "hybrid")]
+        if len(set(self.hybrid)) != 2 or not set(self.hybrid) <= set(parts):
+            found.append(f"hybrid: '{','.join(self.hybrid)}' is not valid; two different ones of {', '.join(parts)}")
+        elif self.speculation == "hybrid" and self.topk > 1 and "draft_model" in self.hybrid:
+            found.append(f"topk: {self.topk} is not valid; the drafter 'draft_model' only chains (topk 1)")
+        return found
+
+    def merged(self, changes: Mapping[str, Any]) -> SpecConfig:
+        """These settings with some changed; what follows from others is derived again unless it is given.
+
+        Without speculation there is no depth; a first depth is `DEFAULT_STEPS`; a chain verifies its depth and the
+        root. Of `disable_batch_threshold` and `steps_by_batch` the one that is given replaces the other.
+        """
+        new: dict[str, Any] = dict(changes)
+        speculation = new.get("speculation", self.speculation)
+        if speculation == "none":
+            for name, off in (("num_steps", 0), ("topk", 1), ("num_draft_tokens", 1), ("steps_by_batch", None)):
+                new.setdefault(name, off)
+        steps = new.setdefault("num_steps", self.num_steps or DEFAULT_STEPS)
+        topk = new.get("topk", self.topk)
+        if "num_draft_tokens" not in new and speculation != "none":
+            same = (steps, topk) == (self.num_steps, self.topk) and self.speculation != "none"
+            new["num_draft_tokens"] = self.num_draft_tokens if same else default_draft_tokens(steps, topk)
+        if new.get("disable_batch_threshold") is not None:
+            new.setdefault("steps_by_batch", None)
+        elif new.get("steps_by_batch") is not None:
+            new.setdefault("disable_batch_threshold", None)
+        return replace(self, **new)
+
+    def _shape_problems(self, limits: DraftLimits) -> list[str]:
+        found = []
+        if not 1 <= self.num_steps <= limits.max_depth:
+            found.append(f"num_steps: {self.num_steps} is outside 1 to {limits.max_depth}")
+        if not 1 <= self.topk <= limits.max_topk:
+            why = f"the drafter '{self.speculation}' only chains (topk 1)" if limits.max_topk == 1 else "valid: 1 to 8"
+            return [*found, f"topk: {self.topk} is not valid; {why}"]
+        most = min(MOST_DRAFT_TOKENS, tree_capacity(self.num_steps, self.topk))
+        if self.topk == 1 and self.num_draft_tokens != self.num_steps + 1:
+            found.append(
+                f"num_draft_tokens: a chain (topk 1) of {self.num_steps} steps has {self.num_steps + 1}, "
+                f"not {self.num_draft_tokens}"
+            )
+        elif self.topk > 1 and not 2 <= self.num_draft_tokens <= most:
+            found.append(
+                f"num_draft_tokens: {self.num_draft_tokens} is not valid; a tree of {self.num_steps} steps and topk "
+                f"{self.topk} holds 2 to {most} (root included)"
+            )
+        return found
+
+    def _schedule_problems(self) -> list[str]:
+        found = []
+        if self.disable_batch_threshold is not None and self.disable_batch_threshold < 1:
+            found.append(f"disable_batch_threshold: {self.disable_batch_threshold} is below 1; omit it for never")
+        table = self.steps_by_batch
+        if table is None:
+            return found
+        if self.disable_batch_threshold is not None:
+            found.append("steps_by_batch: cannot be combined with disable_batch_threshold, which is a short form of it")
+        sizes = [size for size, _ in table]
+        if not table or sizes[0] != 1 or sizes != sorted(set(sizes)):
+            found.append("steps_by_batch: the numbers of requests must begin with 1 and rise, as in 1:0,8:3,64:0")
+        if any(not 0 <= steps <= self.num_steps for _, steps in table):
+            found.append(f"steps_by_batch: a depth is outside 0 to num_steps ({self.num_steps})")
         return found
 
 
@@ -126,4 +251,6 @@ class EngineConfig:
         flat["prefix_cache"] = "on" if self.prefix_cache else "off"
         flat["api_key"] = "set" if self.api_key else None
         flat["disable_batch_threshold"] = self.spec.disable_batch_threshold or "never"
+        flat["steps_by_batch"] = None if self.spec.steps_by_batch is None else dict(self.spec.steps_by_batch)
+        flat["hybrid"] = ",".join(self.spec.hybrid)
         return flat

@@ -31,6 +31,10 @@ class InvalidConfig(UsageError):
     """Settings that do not fit each other, the model or the machine."""
 
 
+class NothingNamed(InvalidConfig):
+    """A drafter needs a model or head, and none is named or ships."""
+
+
 class DownloadFailed(EngineError):
     """A known model could not be fetched, or what came is not what was pinned. The cache is as it was."""
 

@@ -25,10 +25,12 @@ class Request:
     preemptions: int = field(default=0, repr=False)
     hit: int = field(default=0, repr=False)
     """Tokens of the prompt that the prefix cache had when the request first ran."""
-    logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
-    """Of the tokens that the last round emitted, where they were asked for."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
     """Of the prompt's tokens from the second on, as far as it has run."""
+    decoding: bool = field(default=False, repr=False)
+    """Whether a round has been launched that runs the last of the tokens, so that what follows are decode steps."""
+    ahead: int = field(default=0, repr=False)
+    """Tokens that a round in flight may emit for it, at most."""
 
     @property
     def pending(self) -> int:

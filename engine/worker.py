@@ -11,8 +11,9 @@ from multiprocessing.connection import Connection
 
 from engine.build import Core, build
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import EngineError, InvalidConfig
 from engine.ipc.messages import Abort, Answer, Ask, Fatal, Ready, SamplingParams, Shutdown, Submit, Tokens
+from engine.reconfigure import reconfigure
 
 log = logging.getLogger("engine.worker")
 
@@ -47,7 +48,7 @@ def main(config: EngineConfig, connection: Connection) -> int:
 
 def warm_up(core: Core) -> None:
     """Generate real tokens through the scheduler, and leave no trace in the counters."""
-    tokens = max(2, core.config.spec.num_steps + 1)
+    tokens = max(2, core.gate.config.num_steps + 1)
     prompt = tuple(i % core.model.config.vocab for i in range(1, 33))
     room = min(core.context_length, core.pages.total * core.pages.page_size)
     prompt, tokens = prompt[: max(1, room - tokens)], min(tokens, max(1, room - 1))
@@ -68,6 +69,7 @@ def warm_up(core: Core) -> None:
     core.scheduler.finished = 0
     core.round.stats = type(core.round.stats)()
     core.gate.transitions = 0
+    core.gate.current = None
 
 
 def serve(core: Core, connection: Connection) -> None:
@@ -84,7 +86,10 @@ def serve(core: Core, connection: Connection) -> None:
             elif isinstance(message, Abort):
                 scheduler.abort(message.rid)
             elif isinstance(message, Ask):
-                connection.send(_answer(core, message))
+                if message.what == "reconfigure":
+                    _reconfigure(core, connection, message)
+                else:
+                    connection.send(_answer(core, message))
             elif isinstance(message, Shutdown):
                 _drain(core, connection, message.drain_s)
                 return
@@ -106,6 +111,17 @@ def _answer(core: Core, ask: Ask) -> Answer:
         pages = core.prefix.flush()
         return Answer(ask.ticket, {"flushed_pages": pages, "flushed_tokens": pages * core.pages.page_size})
     return Answer(ask.ticket, None, f"unknown question '{ask.what}'")
+
+
+def _reconfigure(core: Core, connection: Connection, ask: Ask) -> None:
+    try:
+        reply, updates = reconfigure(core, ask.arguments["changes"])
+    except InvalidConfig as error:
+        connection.send(Answer(ask.ticket, {"refused": str(error)}))
+        return
+    if updates:
+        connection.send(Tokens(updates))
+    connection.send(Answer(ask.ticket, reply))
 
 
 def _drain(core: Core, connection: Connection, seconds: float) -> None:

@@ -81,7 +81,7 @@ class Ask:
     """Frontend → model: a question that does not generate; answered by `Answer` with the same `ticket`."""
 
     ticket: int
-    what: Literal["info", "counters", "flush_cache"]
+    what: Literal["info", "counters", "flush_cache", "reconfigure"]
     arguments: dict[str, Any] = field(default_factory=dict)
 
 

@@ -84,6 +84,16 @@ class Pages:
         """All pages."""
         return self._total
 
+    @property
+    def rows(self) -> int:
+        """Rows of the table, taken or not."""
+        return len(self._count)
+
+    @property
+    def rows_free(self) -> int:
+        """Rows that `open_row` can give."""
+        return len(self._free_rows)
+
     def open_row(self) -> int:
         """A table row without pages. The caller limits requests to the number of rows."""
         return self._free_rows.pop()

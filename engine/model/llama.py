@@ -74,7 +74,11 @@ class Llama:
     def forward(self, view: View, pool: KVPool) -> Tensor:
         """Logits, float32 [R, V], of the view's logit rows; keys and values of all rows go to the pool."""
         hidden, _ = self.hidden(view, pool)
-        return self._head(hidden[view.logit_rows])
+        return self.logits(hidden[view.logit_rows])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 [R, V] of final normed hidden states [R, H]."""
+        return self._head(hidden)
 
     def hidden(self, view: View, pool: KVPool, layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
         """Final normed hidden states [T, H], and the outputs of these layers side by side, [T, len(layers) H].

@@ -27,9 +27,11 @@ class View:
         table_row: int32 [B], the requests' rows in `page_table`.
         row_start: int32 [B + 1], the requests' first rows, then T.
         context: int32 [B], tokens already in the cache and visible to every row of the request.
-        mask: uint8, concatenated [n, n] matrices, row i of a request sees its row j; None: all are causal.
+        mask: uint8, concatenated [n, w] matrices: whether row i of a request sees the key j places behind its context;
+            None: all are causal.
         mask_start: int64 [B], offset of each request's matrix in `mask`, -1 where it is causal.
         logit_rows: int64 [R], the rows whose logits are wanted.
+        mask_width: int32 [B], w of each request; None: its rows, which are then the keys themselves.
     """
 
     tokens: Tensor
@@ -43,6 +45,7 @@ class View:
     mask: Tensor | None
     mask_start: Tensor
     logit_rows: Tensor
+    mask_width: Tensor | None = None
 
 
 class Linear(Protocol):

@@ -98,13 +98,13 @@ constexpr int kRowTile = 8;      // query rows per work item
 constexpr int kTokenBlock = 128; // keys per step of the online softmax
 
 // Attention of ragged query rows over paged keys. Request b owns rows row_start[b] … row_start[b+1]-1; they see its
-// first context[b] tokens, and among themselves what `mask` allows ([rows, rows] bytes at mask_start[b]; causal where
-// mask_start[b] < 0). The rows' own keys stand at logical positions context[b] + i.
+// first context[b] tokens, and of the keys behind them what `mask` allows ([rows, width[b]] bytes at mask_start[b];
+// square without `width`). Where mask_start[b] < 0 those are the rows' own, and causal.
 template <typename T, int D>
 void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache, const int32_t* page_table,
                int64_t pages_per_request, int page_size, const int32_t* table_row, const int32_t* row_start,
-               const int32_t* context, const uint8_t* mask, const int64_t* mask_start, int64_t requests, int q_heads,
-               int kv_heads, T* out) {
+               const int32_t* context, const uint8_t* mask, const int64_t* mask_start, const int32_t* width,
+               int64_t requests, int q_heads, int kv_heads, T* out) {
   const int group = q_heads / kv_heads;
   const float scale = 1.0f / std::sqrt(static_cast<float>(D));
   struct Item {
@@ -127,7 +127,7 @@ void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
     for (int64_t it = first_item; it < last_item; ++it) {
       const Item item = items[it];
       const int b = item.request, h = item.head, n_q = item.count * group;
-      const int rows = row_start[b + 1] - row_start[b], ctx = context[b];
+      const int ctx = context[b], columns = width ? width[b] : row_start[b + 1] - row_start[b];
       const int32_t* pages = page_table + static_cast<int64_t>(table_row[b]) * pages_per_request;
       const bool causal = mask_start[b] < 0;
       for (int i = 0; i < item.count; ++i)
@@ -140,7 +140,7 @@ void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
       std::fill(acc.begin(), acc.begin() + static_cast<size_t>(n_q) * D, 0.0f);
       std::fill(top.begin(), top.begin() + n_q, -std::numeric_limits<float>::infinity());
       std::fill(total.begin(), total.begin() + n_q, 0.0f);
-      const int end = causal ? ctx + item.first + item.count : ctx + rows;
+      const int end = causal ? ctx + item.first + item.count : ctx + columns;
       for (int start = 0; start < end; start += kTokenBlock) {
         const int n = std::min(kTokenBlock, end - start);
         for (int t = 0; t < n; ++t) {
@@ -166,7 +166,8 @@ void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
           const int row = item.first + j / group;
           for (int t = std::max(0, ctx - start); t < n; ++t) {
             const int node = start + t - ctx;
-            const bool seen = causal ? node <= row : mask[mask_start[b] + static_cast<int64_t>(row) * rows + node] != 0;
+            const bool seen =
+                causal ? node <= row : mask[mask_start[b] + static_cast<int64_t>(row) * columns + node] != 0;
             if (!seen)
               s[t] = -std::numeric_limits<float>::infinity();
           }
@@ -221,12 +222,12 @@ void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
 template <typename T>
 int attention_any(const T* q, int64_t q_stride, const T* k, const T* v, const int32_t* page_table, int64_t ppr,
                   int page_size, const int32_t* table_row, const int32_t* row_start, const int32_t* context,
-                  const uint8_t* mask, const int64_t* mask_start, int64_t requests, int q_heads, int kv_heads, int dim,
-                  T* out) {
+                  const uint8_t* mask, const int64_t* mask_start, const int32_t* width, int64_t requests, int q_heads,
+                  int kv_heads, int dim, T* out) {
 #define ST_CASE(D)                                                                                                     \
   case D:                                                                                                              \
     attention<T, D>(q, q_stride, k, v, page_table, ppr, page_size, table_row, row_start, context, mask, mask_start,    \
-                    requests, q_heads, kv_heads, out);                                                                 \
+                    width, requests, q_heads, kv_heads, out);                                                          \
     return 0;
   switch (dim) {
     ST_CASE(8)
@@ -477,9 +478,10 @@ void st_pack_groups(int kind, const uint8_t* numbers, const uint16_t* scale, con
   int st_attention_##NAME(const T* q, int64_t q_stride, const T* k, const T* v, const int32_t* page_table,             \
                           int64_t pages_per_request, int page_size, const int32_t* table_row,                          \
                           const int32_t* row_start, const int32_t* context, const uint8_t* mask,                       \
-                          const int64_t* mask_start, int64_t requests, int q_heads, int kv_heads, int dim, T* out) {   \
+                          const int64_t* mask_start, const int32_t* width, int64_t requests, int q_heads,              \
+                          int kv_heads, int dim, T* out) {                                                             \
     return attention_any<T>(q, q_stride, k, v, page_table, pages_per_request, page_size, table_row, row_start,         \
-                            context, mask, mask_start, requests, q_heads, kv_heads, dim, out);                         \
+                            context, mask, mask_start, width, requests, q_heads, kv_heads, dim, out);                  \
   }
 
 ST_TYPED(f32, float)

@@ -55,7 +55,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_rms_norm": (None, (_P, _P, _P, _P, _I64, _I64, _F32)),
     "st_silu_mul": (None, (_P, _P, _I64, _I64)),
     "st_rope_store": (None, (_P, _I64, _I32, _I32, _I32, _P, _P, _P, _P, _P, _P)),
-    "st_attention": (_I32, (_P, _I64, _P, _P, _P, _I64, _I32, _P, _P, _P, _P, _P, _I64, _I32, _I32, _I32, _P)),
+    "st_attention": (_I32, (_P, _I64, _P, _P, _P, _I64, _I32, *(_P,) * 6, _I64, _I32, _I32, _I32, _P)),
     "st_argmax": (None, (_P, _I64, _I64, _P)),
 }
 _TYPED = ("st_linear", "st_rms_norm", "st_silu_mul", "st_rope_store", "st_attention")
@@ -243,6 +243,7 @@ class NativeOps:
             view.context.data_ptr(),
             None if view.mask is None else view.mask.data_ptr(),
             view.mask_start.data_ptr(),
+            None if view.mask_width is None else view.mask_width.data_ptr(),
             view.table_row.shape[0],
             q_heads,
             kv_heads,

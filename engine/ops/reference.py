@@ -80,16 +80,18 @@ class ReferenceOps:
         for b, (context, mask_start) in enumerate(zip(contexts, view.mask_start.tolist(), strict=True)):
             first, last = starts[b], starts[b + 1]
             n = last - first
-            at = torch.arange(context + n, device=qkv.device)
+            masked = mask_start >= 0 and view.mask is not None
+            width = int(view.mask_width[b]) if masked and view.mask_width is not None else n
+            at = torch.arange(context + width, device=qkv.device)
             pages = view.page_table[view.table_row[b].long(), at // view.page_size].long()
             slots = pages * view.page_size + at % view.page_size
             keys, values = (
                 cache[slots].float().repeat_interleave(q_heads // kv_heads, 1) for cache in (k_cache, v_cache)
             )
-            if mask_start < 0 or view.mask is None:
-                among = torch.ones(n, n, dtype=torch.bool, device=qkv.device).tril()
+            if masked and view.mask is not None:
+                among = view.mask[mask_start : mask_start + n * width].view(n, width).bool()
             else:
-                among = view.mask[mask_start : mask_start + n * n].view(n, n).bool()
+                among = torch.ones(n, n, dtype=torch.bool, device=qkv.device).tril()
             seen = torch.cat((torch.ones(n, context, dtype=torch.bool, device=qkv.device), among), dim=1)
             scores = torch.einsum("qhd,khd->hqk", queries[first:last], keys) * dim**-0.5
             weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)

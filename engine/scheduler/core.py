@@ -1,17 +1,36 @@
-"""Who runs in the next round: continuous batching with chunked prefill, waiting, and preemption by recompute."""
+"""Who runs in the next round: continuous batching with chunked prefill, waiting, and preemption by recompute.
+
+With overlap ("v2") a round is planned and launched before the one before it has ended, whose tokens are handled while
+it runs: the host's view of a decoding request is then one round old. What depends on the true length stands in the
+round's own arrays (see `engine.spec.round`).
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from engine.ipc.messages import Submit, TokenUpdate
+from engine.config import DraftShape
+from engine.ipc.messages import Submit, TokenLogprob, TokenUpdate
 from engine.memory.pool import Pages
 from engine.memory.prefix import PrefixCache
 from engine.request import Request
+from engine.scheduler.lane import InlineLane, Lane, Ticket
+from engine.spec.alarm import AcceptanceAlarm
 from engine.spec.base import Drafter
 from engine.spec.gate import SpecGate
-from engine.spec.round import SpecRound, Work
+from engine.spec.round import RoundResult, SpecRound, Work
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A round that has been launched."""
+
+    work: Sequence[Work]
+    ticket: Ticket[RoundResult]
 
 
 class Scheduler:
@@ -27,18 +46,22 @@ class Scheduler:
         round_: SpecRound,
         pages: Pages,
         prefix: PrefixCache,
-        drafter: Drafter,
         gate: SpecGate,
         *,
         max_running: int,
         prefill_tokens: int,
         seed: int,
     ) -> None:
-        self._round, self._pages, self._prefix, self._drafter, self._gate = round_, pages, prefix, drafter, gate
+        self._round, self._pages, self._prefix, self.gate = round_, pages, prefix, gate
+        self._lane: Lane = InlineLane()
+        self._flight: _Flight | None = None
+        self._chores: list[Callable[[], None]] = []  # for the drafter, which only the lane touches: before a round
+        self._limbo: list[int] = []  # rows of ended requests that the round in flight still uses
         self._max_running, self._prefill_tokens = max_running, prefill_tokens
         self._seed = seed
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
+        self.alarm = AcceptanceAlarm()
         self.preemptions = 0
         self.finished = 0
 
@@ -55,7 +78,17 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._waiting or self._flight)
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether rounds run on a lane of their own."""
+        return not isinstance(self._lane, InlineLane)
+
+    @property
+    def lane_idle_s(self) -> float:
+        """Seconds in which a lane of its own had nothing to do."""
+        return self._lane.idle_s
 
     def submit(self, message: Submit) -> TokenUpdate | None:
         """Queue a request; an update is returned at once when it can never run."""
@@ -84,16 +117,50 @@ class Scheduler:
         self._waiting = deque(r for r in self._waiting if r.rid != rid)
 
     def step(self) -> tuple[TokenUpdate, ...]:
-        """One round; what it emitted."""
-        self._admit()
-        work = self._plan()
-        if not work:
+        """Plan and run one round; what was emitted, with overlap by the round before it."""
+        if not self.overlapping:
+            launched = self._launch()
+            return self._commit(launched) if launched else ()
+        before = self._flight
+        launched = self._launch()
+        if launched is None and before is not None:  # nothing to add, or no pages for it: land first
+            return self.land()
+        self._flight = launched
+        if before is None:
             return ()
-        emitted = self._round.run(work)
-        for w in work:
-            if not w.completes:
-                self._prefix.record(w.request.row, w.request.tokens, w.request.cached)
-        return tuple(self._commit(self._running[rid], tokens) for rid, tokens in emitted.items())
+        limbo, self._limbo = self._limbo, []  # ended with the round before `before`: no round uses them any more
+        updates = self._commit(before)
+        self._close(limbo)
+        return updates
+
+    def land(self) -> tuple[TokenUpdate, ...]:
+        """Wait for the round in flight, if there is one; what it emitted. Nothing is in flight afterwards."""
+        before, self._flight = self._flight, None
+        updates = self._commit(before) if before is not None else ()
+        limbo, self._limbo = self._limbo, []
+        self._close(limbo)
+        return updates
+
+    def use_lane(self, lane: Lane) -> None:
+        """Run rounds there from now on. Call `land` first."""
+        assert self._flight is None
+        self._lane.close()
+        self._lane = lane
+
+    def use_drafter(self, drafter: Drafter) -> None:
+        """Draft with another one. Running requests are taken back and run again, so that it sees all their tokens.
+
+        Call `land` first.
+        """
+        assert self._flight is None
+        for request in reversed(list(self._running.values())):
+            self._take_back(request)
+        for chore in self._chores:
+            chore()
+        self._chores = []
+        self._prefix.flush()
+        self._prefix.lookahead = drafter.lookahead
+        self._round.drafter = drafter
 
     def check(self) -> None:
         """free + cached + used = total, and when idle nothing is used. Raises AssertionError otherwise."""
@@ -103,7 +170,7 @@ class Scheduler:
             assert self._pages.used == 0, f"{self._pages.used} pages leaked"
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_running:
+        while self._waiting and len(self._running) < self._max_running and self._pages.rows_free:
             request = self._waiting[0]
             # Log-probabilities need every position to be run.
             shared = [] if request.unreported else self._prefix.match(request.tokens)
@@ -118,47 +185,116 @@ class Scheduler:
             if not request.preemptions:
                 request.hit = request.cached
             self._running[request.rid] = request
-            self._drafter.add(request.rid, request.tokens)
+            drafter = self._round.drafter
+            self._chores.append(partial(drafter.add, request.rid, request.row, tuple(request.tokens)))
 
-    def _plan(self) -> list[Work]:
+    def _launch(self) -> _Flight | None:
+        """The next round, launched; None when there is nothing to run, or a round in flight must land first."""
+        self._admit()
+        shape = self.gate.shape(len(self._running))
+        work = self._plan(shape)
+        if not work:
+            return None
+        for w in work:
+            if w.prompt:
+                w.request.cached = w.first + len(w.prompt) - (w.following is None)
+            if w.following is None:
+                w.request.decoding = True
+                w.request.ahead += 1 + w.steps
+        chores, self._chores = self._chores, []
+        return _Flight(work, self._lane.submit(lambda: self._run(chores, work, shape)))
+
+    def _run(self, chores: Sequence[Callable[[], None]], work: Sequence[Work], shape: DraftShape) -> RoundResult:
+        for chore in chores:
+            chore()
+        return self._round.run(work, shape)
+
+    def _plan(self, shape: DraftShape) -> list[Work]:
         budget = self._prefill_tokens
-        steps = self._gate.steps(len(self._running))
         work = []
         for request in list(self._running.values()):
             if request.rid not in self._running:
                 continue  # preempted for an older one
-            decoding = request.pending == 1
-            take = 1 if decoding else min(request.pending, budget)
-            if take == 0:
-                continue
-            drafts = max(0, min(steps, request.room - 1)) if decoding else 0
-            if not self._pages.grow(request.row, request.cached + take + drafts):
-                drafts = 0
-                if not self._make_room(request, request.cached + take):
+            if not request.decoding:
+                take = min(request.pending, budget)
+                if not take:
                     continue
-            if not decoding:
-                budget -= take
-            work.append(Work(request, take, drafts))
+                if self._make_room(request, request.cached + take):
+                    budget -= take
+                    first, last = request.cached, request.cached + take
+                    following = request.tokens[last] if last < len(request.tokens) else None
+                    rows = range(max(first, request.unreported.start - 1), min(last, request.unreported.stop - 1))
+                    work.append(Work(request, request.tokens[first:last], first, following, report=rows))
+                elif self._pressed:
+                    return []
+                continue
+            if self._pressed and request.sampling.changes_logits:
+                return []  # its penalties count what the round in flight emits
+            # In flight, at least one token is on its way.
+            room = request.room - (request.ahead > 0)
+            if room <= 0:
+                continue
+            steps = min(shape.num_steps, room - 1)
+            committed = request.cached + request.ahead
+            if not self._pages.grow(request.row, committed + (shape.limited(steps).slots if steps else 1)):
+                steps = 0
+                if not self._make_room(request, committed + 1):
+                    if self._pressed:
+                        return []
+                    continue
+            work.append(Work(request, steps=steps))
         return work
 
+    @property
+    def _pressed(self) -> bool:
+        """Whether a round in flight could land first, where pages are short or the last token must be known."""
+        return self._flight is not None
+
     def _make_room(self, request: Request, tokens: int) -> bool:
-        """Preempt the youngest until the request's pages suffice; False when it was itself the youngest."""
+        """Preempt the youngest until the request's pages suffice.
+
+        False when it was itself the youngest, or when a round in flight must land first.
+        """
         while not self._pages.grow(request.row, tokens):
+            if self._pressed:
+                return False
             youngest = next(reversed(self._running.values()))
-            self._preempt(youngest)
+            self._take_back(youngest)
+            self.preemptions += 1
             if youngest is request:
                 return False
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def _take_back(self, request: Request) -> None:
+        """Return it to the head of those that wait, to be run again from its tokens."""
         del self._running[request.rid]
         self._release(request)
-        request.cached, request.row = 0, -1
+        request.cached, request.row, request.ahead, request.decoding = 0, -1, 0, False
         request.preemptions += 1
-        self.preemptions += 1
         self._waiting.appendleft(request)
 
-    def _commit(self, request: Request, emitted: list[int]) -> TokenUpdate:
+    def _commit(self, flight: _Flight) -> tuple[TokenUpdate, ...]:
+        result = flight.ticket.wait()
+        updates, accepted, first, verified, steps = [], 0, 0, 0, 0
+        for w in flight.work:
+            request = w.request
+            if self._running.get(request.rid) is not request:
+                continue  # ended or aborted while the round ran
+            request.prompt_logprobs += result.prompt_logprobs.get(request.rid, ())
+            if w.following is not None:
+                self._prefix.record(request.row, request.tokens, w.first + len(w.prompt))
+                continue
+            tokens = result.emitted[request.rid]
+            request.ahead -= 1 + w.steps
+            if w.steps:
+                accepted, first = accepted + len(tokens) - 1, first + (len(tokens) > 1)
+                verified, steps = verified + 1, max(steps, w.steps)
+            updates.append(self._take(request, tokens, result.logprobs.get(request.rid, ())))
+        self.gate.observe(steps, verified, accepted)
+        self.alarm.observe(self._round.drafter, verified, first)
+        return tuple(updates)
+
+    def _take(self, request: Request, emitted: list[int], logprobs: Sequence[TokenLogprob]) -> TokenUpdate:
         first = len(request.tokens) == request.prompt_len
         prompt_logprobs = tuple(request.prompt_logprobs) if first else ()
         if -1 in emitted or any(math.isnan(entry.value) for entry in prompt_logprobs):
@@ -167,11 +303,9 @@ class Scheduler:
             return TokenUpdate(request.rid, (), "error", "the model produced NaN for this request")
         tokens, finish = request.cut(emitted)
         self._round.stats.generated += len(tokens)
+        request.cached = len(request.tokens) - 1 + len(emitted)
         request.tokens.extend(tokens)
-        if not finish:
-            self._drafter.extend(request.rid, tokens)
-        if not finish or not self._prefix.lookahead:  # a drafter has not seen the last tokens of all
-            self._prefix.record(request.row, request.tokens, request.cached)
+        self._prefix.record(request.row, request.tokens, request.cached)
         if finish:
             self._finish(request)
         return TokenUpdate(
@@ -179,7 +313,7 @@ class Scheduler:
             tuple(tokens),
             finish,
             cached_tokens=request.hit if first else 0,
-            logprobs=tuple(request.logprobs[: len(tokens)]),
+            logprobs=tuple(logprobs[: len(tokens)]),
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -190,5 +324,12 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self._prefix.detach(request.row)
-        self._pages.close_row(request.row)
-        self._drafter.release(request.rid)
+        self._chores.append(partial(self._round.drafter.release, request.rid))
+        if self._flight is not None:
+            self._limbo.append(request.row)
+        else:
+            self._pages.close_row(request.row)
+
+    def _close(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._pages.close_row(row)

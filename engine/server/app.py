@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import EngineDown, EngineError
-from engine.server import openai_api, status
+from engine.server import hot, openai_api, status
 from engine.server.client import ClientGone
 from engine.server.errors import RequestError, connection_closed, error_body
 from engine.server.service import Service
@@ -32,6 +32,7 @@ ROUTES = [
     Route("/health_generate", status.health_generate),
     Route("/server_info", status.server_info),
     Route("/metrics", status.metrics),
+    Route("/reconfigure", hot.reconfigure, methods=["POST"]),
     Route("/flush_cache", status.flush_cache, methods=["POST"]),
 ]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from engine.server.client import EngineClient
@@ -23,6 +24,7 @@ class Service:
         vocab_size: prompts given as ids must be below it.
         created: when serving began, in seconds since 1970.
         on_bug: told of an exception in a handler that no request can be blamed for; it ends the server.
+        reconfiguring: held while settings change.
     """
 
     config: EngineConfig
@@ -35,3 +37,4 @@ class Service:
     metrics: Metrics
     created: int
     on_bug: Callable[[BaseException], None]
+    reconfiguring: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.config import SpecConfig
-from engine.spec.base import DraftLimits, DraftTree, register, roots_and_chains
+from engine.config import DRAFTERS
+from engine.spec.base import Asked, DraftTree, Seen, Surroundings, register, roots_and_chains
 
 
-class _History:
+class History:
     """Tokens of one request, and for every n-gram that has a continuation where its latest one begins."""
 
     def __init__(self, sizes: range, tokens: Sequence[int]) -> None:
@@ -50,26 +50,32 @@ class NgramDrafter:
     """Chains from each request's own text. Costs microseconds of one core and no model."""
 
     name = "ngram"
-    limits = DraftLimits(max_depth=8, max_topk=1)
+    limits = DRAFTERS["ngram"]
+    features: tuple[int, ...] = ()
+    lookahead = 0
+    alarm_floor = 0.0
 
-    def __init__(self, config: SpecConfig) -> None:
+    def __init__(self, surroundings: Surroundings) -> None:
+        config = surroundings.config
         self._sizes = range(config.ngram_max, config.ngram_min - 1, -1)
-        self._histories: dict[int, _History] = {}
+        self._histories: dict[int, History] = {}
 
-    def add(self, rid: int, tokens: Sequence[int]) -> None:
+    def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
         """See `Drafter.add`."""
-        self._histories[rid] = _History(self._sizes, tokens)
+        del row
+        self._histories[rid] = History(self._sizes, tokens)
 
-    def extend(self, rid: int, tokens: Sequence[int]) -> None:
-        """See `Drafter.extend`."""
-        self._histories[rid].extend(tokens)
-
-    def propose(self, rids: Sequence[int], roots: Sequence[int], num_steps: Sequence[int]) -> DraftTree:
+    def propose(self, asked: Asked) -> DraftTree:
         """See `Drafter.propose`."""
-        drafts = [
-            self._histories[rid].draft(steps) if steps else [] for rid, steps in zip(rids, num_steps, strict=True)
-        ]
-        return roots_and_chains(roots, drafts)
+        steps = asked.steps.tolist()
+        drafts = [self._histories[rid].draft(n) if n else [] for rid, n in zip(asked.rids, steps, strict=True)]
+        return roots_and_chains(asked.roots, drafts)
+
+    def observe(self, seen: Seen) -> None:
+        """See `Drafter.observe`."""
+        for rid, emitted in zip(seen.rids, seen.emitted, strict=True):
+            if emitted:
+                self._histories[rid].extend(emitted)
 
     def release(self, rid: int) -> None:
         """See `Drafter.release`."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.config import SpecConfig
-from engine.spec.base import DraftLimits, DraftTree, register, roots_and_chains
+from engine.config import DRAFTERS
+from engine.spec.base import Asked, DraftTree, Seen, Surroundings, register, roots_and_chains
 
 
 @register("none")
@@ -13,20 +13,23 @@ class NullDrafter:
     """Makes plain decoding a round like any other."""
 
     name = "none"
-    limits = DraftLimits(max_depth=0, max_topk=1)
+    limits = DRAFTERS["none"]
+    features: tuple[int, ...] = ()
+    lookahead = 0
+    alarm_floor = 0.0
 
-    def __init__(self, config: SpecConfig) -> None:
-        del config
+    def __init__(self, surroundings: Surroundings) -> None:
+        del surroundings
 
-    def add(self, rid: int, tokens: Sequence[int]) -> None:
+    def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
         """See `Drafter.add`."""
 
-    def extend(self, rid: int, tokens: Sequence[int]) -> None:
-        """See `Drafter.extend`."""
-
-    def propose(self, rids: Sequence[int], roots: Sequence[int], num_steps: Sequence[int]) -> DraftTree:
+    def propose(self, asked: Asked) -> DraftTree:
         """See `Drafter.propose`."""
-        return roots_and_chains(roots, [()] * len(roots))
+        return roots_and_chains(asked.roots, [()] * len(asked.rids))
+
+    def observe(self, seen: Seen) -> None:
+        """See `Drafter.observe`."""
 
     def release(self, rid: int) -> None:
         """See `Drafter.release`."""

@@ -1,7 +1,8 @@
-"""One round, shared by every scheduler: draft → verify → accept → compact → publish.
+"""One round, shared by every scheduler: draft → verify → accept → compact → observe.
 
 Prefill travels in the same forward: a request's rows are the prompt tokens it still has to run, the last of which is
-the root of its draft tree.
+the root of its draft tree. A decoding request's length and bonus token stand in arrays by its row, where the previous
+round has left them, so that a round can be planned before the one before it has ended.
 """
 
 from __future__ import annotations
@@ -15,28 +16,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.config import DraftShape
+from engine.ipc.messages import TokenLogprob
 from engine.memory.pool import KVPool, Pages
 from engine.model.llama import Llama
 from engine.ops.base import View
 from engine.ops.sampling import choose, coins
 from engine.request import Request
-from engine.spec.accept import accept, ancestor_mask
-from engine.spec.base import Drafter, DraftTree
+from engine.spec.accept import Accepted, accept, ancestor_mask
+from engine.spec.base import Asked, Drafter, DraftTree, Seen
 from engine.spec.logits import adjust, logprobs
 
 
 @dataclass(frozen=True)
 class Work:
-    """A request's share of a round: run `take` of its pending tokens and, if those are all, draft `steps` deep."""
+    """A request's share of a round: tokens of its prompt, or one decode step.
+
+    Attributes:
+        request: of which a round reads only what never changes while it runs (id, row, seed, sampling).
+        prompt: tokens to run, the first at position `first`; empty for a decode step.
+        following: the prompt token after these; None when the round chooses the next token.
+        steps: draft depth, 0 while a prompt is run.
+        report: positions of this round whose rows tell the log-probability of the prompt token behind them.
+    """
 
     request: Request
-    take: int
-    steps: int
+    prompt: Sequence[int] = ()
+    first: int = -1
+    following: int | None = None
+    steps: int = 0
+    report: range = range(0)
 
-    @property
-    def completes(self) -> bool:
-        """Whether the round chooses a token for this request."""
-        return self.take == self.request.pending
+
+@dataclass(frozen=True)
+class RoundResult:
+    """By request id: tokens chosen (-1 stands for a NaN in the logits), and log-probabilities where asked for."""
+
+    emitted: dict[int, list[int]]
+    logprobs: dict[int, list[TokenLogprob]]
+    prompt_logprobs: dict[int, list[TokenLogprob]]
 
 
 @dataclass
@@ -53,146 +71,168 @@ class RoundStats:
     accepted_at: Counter[int] = field(default_factory=Counter)
     draft_s: float = 0.0
     forward_s: float = 0.0
+    extend_s: float = 0.0
     other_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The rows of a forward: of each request its prompt rows, then its tree's nodes.
+
+    B requests, E of them choosing a token ("ending"); T rows, N nodes.
+    """
+
+    rows: np.ndarray  # [B] in the page table
+    context: np.ndarray  # [B]
+    prompts: np.ndarray  # [B] prompt rows, a root that is a prompt's last token not counted
+    ending: np.ndarray  # bool [B]
+    row_start: np.ndarray  # [B + 1]
+    tokens: np.ndarray  # [T]
+    is_prompt: np.ndarray  # bool [T]
+    nodes: np.ndarray  # [N] rows of the nodes
 
 
 class SpecRound:
     """Runs rounds for one model and one drafter."""
 
     def __init__(self, model: Llama, pool: KVPool, pages: Pages, drafter: Drafter) -> None:
-        self._model, self._pool, self._pages, self._drafter = model, pool, pages, drafter
+        self._model, self._pool, self._pages, self.drafter = model, pool, pages, drafter
+        self._length = np.zeros(pages.rows, dtype=np.int64)
+        self._bonus = np.zeros(pages.rows, dtype=np.int64)
         self.stats = RoundStats()
 
-    def run(self, work: Sequence[Work]) -> dict[int, list[int]]:
-        """Tokens chosen for each completing request, by rid; -1 stands for a NaN in its logits. Sets `cached`."""
+    def run(self, work: Sequence[Work], shape: DraftShape) -> RoundResult:
+        """Run it. With penalties, `request.tokens` must hold all that earlier rounds emitted."""
         began = time.perf_counter()
-        ending = [w for w in work if w.completes]
-        tree = self._drafter.propose(
-            [w.request.rid for w in ending], [w.request.tokens[-1] for w in ending], [w.steps for w in ending]
-        )
-        drafted = time.perf_counter()
-        view = self._view(work, tree)
-        planned = time.perf_counter()
         with torch.inference_mode():
-            logits = self._model.forward(view, self._pool)
+            asked, layout = self._ask(work, shape)
+            tree = self.drafter.propose(asked)
+            drafted = time.perf_counter()
+            layout = self._lay_out(layout, work, tree)
+            view = self._view(work, layout, asked, tree)
+            planned = time.perf_counter()
+            hidden, features = self._model.hidden(view, self._pool, self.drafter.features)
+            logits = self._model.logits(hidden[view.logit_rows])
             forwarded = time.perf_counter()
-            nodes = len(tree.tokens)
-            emitted = self._accept(ending, tree, logits[:nodes])
-            _report_prompts(work, logits[nodes:])
-        for w in work:
-            w.request.cached += w.take if not w.completes else w.take - 1 + len(emitted[w.request.rid])
+            prompt_logprobs = _report_prompts(work, logits[len(tree.tokens) :])
+            logits = logits[: len(tree.tokens)]
+            raw = _adjust(work, tree, logits)
+            chosen = self._choose(work, tree, asked.lengths, logits)
+            accepted = accept(tree, chosen)
+            if not tree.chain:
+                self._compact(asked, tree, accepted.path)
+            taken = chosen[np.maximum(accepted.path, 0)]
+            lengths = accepted.length.tolist()
+            emitted = [line[:n] for line, n in zip(taken.tolist(), lengths, strict=True)]
+            told = _report(work, tree, accepted, emitted, logits, raw)
+            self._length[asked.rows] = asked.lengths + accepted.length
+            self._bonus[asked.rows] = np.maximum(taken[np.arange(len(lengths)), accepted.length - 1], 0)
+            observing = time.perf_counter()
+            self.drafter.observe(self._seen(work, layout, accepted, chosen, features, emitted))
+        ended = time.perf_counter()
         stats = self.stats
         stats.rounds += 1
         stats.rows += len(view.tokens)
+        stats.prompt += sum(len(w.prompt) for w in work)
         stats.draft_s += drafted - began
         stats.forward_s += forwarded - planned
-        stats.other_s += planned - drafted + time.perf_counter() - forwarded
-        return emitted
+        stats.extend_s += ended - observing
+        stats.other_s += planned - drafted + observing - forwarded
+        self._count(asked.steps, np.diff(tree.start), accepted.length)
+        return RoundResult(dict(zip(asked.rids, emitted, strict=True)), told, prompt_logprobs)
 
-    def _view(self, work: Sequence[Work], tree: DraftTree) -> View:
-        tokens: list[np.ndarray] = []
-        depths: list[np.ndarray] = []
-        logit_rows: list[np.ndarray] = []
-        prompt_rows: list[np.ndarray] = []
-        lengths, node, row = np.empty(len(work), dtype=np.int64), 0, 0
-        mask_start = np.full(len(work), -1, dtype=np.int64)
-        mask, offsets = (None, None) if tree.chain else ancestor_mask(tree)
-        for i, w in enumerate(work):
-            request = w.request
-            first, last = request.cached, request.cached + w.take - w.completes
-            n = last - first
-            if n:
-                tokens.append(np.array(request.tokens[first:last], dtype=np.int64))
-                depths.append(np.arange(n))
-                self.stats.prompt += n
-                if request.unreported:
-                    at = _reported(w)
-                    prompt_rows.append(row - first + np.arange(at.start, at.stop))
-            if w.completes:
-                nodes = slice(tree.start[node], tree.start[node + 1])
-                tokens.append(tree.tokens[nodes])
-                depths.append(n + tree.depth[nodes])
-                count = nodes.stop - nodes.start
-                logit_rows.append(np.arange(row + n, row + n + count))
-                if offsets is not None:
-                    # A tree hangs under a decoding request only, so its rows are exactly the tree's.
-                    mask_start[i] = offsets[node] if count > 1 else -1
-                node += 1
-                n += count
-            lengths[i] = n
-            row += n
-        row_start = np.concatenate(([0], np.cumsum(lengths)))
-        context = np.array([w.request.cached for w in work], dtype=np.int64)
-        rows = np.array([w.request.row for w in work], dtype=np.int64)
-        every = np.repeat(np.arange(len(work)), lengths)
-        logical = context[every] + np.arange(row) - row_start[every]
+    def _ask(self, work: Sequence[Work], shape: DraftShape) -> tuple[Asked, _Layout]:
+        """Who wants drafts, and the part of the layout that is known without them."""
+        count = len(work)
+        rows = np.fromiter((w.request.row for w in work), dtype=np.int64, count=count)
+        ending = np.fromiter((w.following is None for w in work), dtype=bool, count=count)
+        sizes = np.fromiter((len(w.prompt) for w in work), dtype=np.int64, count=count)
+        first = np.fromiter((w.first for w in work), dtype=np.int64, count=count)
+        decoding = sizes == 0
+        context = np.where(decoding, self._length[rows], first)
+        prompts = np.where(ending & ~decoding, sizes - 1, sizes)
+        roots = self._bonus[rows]
+        for i in np.flatnonzero(ending & ~decoding).tolist():
+            roots[i] = work[i].prompt[-1]
+        steps = np.fromiter((w.steps for w in work), dtype=np.int64, count=count)
+        rids = [w.request.rid for w in work if w.following is None]
+        asked = Asked(rids, rows[ending], (context + prompts)[ending], roots[ending], steps[ending], shape)
+        nothing = np.empty(0, dtype=np.int64)
+        return asked, _Layout(rows, context, prompts, ending, nothing, nothing, nothing, nothing)
+
+    def _lay_out(self, known: _Layout, work: Sequence[Work], tree: DraftTree) -> _Layout:
+        nodes = np.zeros(len(work), dtype=np.int64)
+        nodes[known.ending] = np.diff(tree.start)
+        total = known.prompts + nodes
+        row_start = np.concatenate(([0], np.cumsum(total)))
+        every = np.repeat(np.arange(len(work)), total)
+        is_prompt = np.arange(row_start[-1]) - row_start[every] < known.prompts[every]
+        tokens = np.empty(row_start[-1], dtype=np.int64)
+        parts = [w.prompt[:n] for w, n in zip(work, known.prompts.tolist(), strict=True) if n]
+        if parts:
+            tokens[is_prompt] = np.concatenate([np.array(part, dtype=np.int64) for part in parts])
+        tokens[~is_prompt] = tree.tokens
+        return _Layout(
+            known.rows,
+            known.context,
+            known.prompts,
+            known.ending,
+            row_start,
+            tokens,
+            is_prompt,
+            np.flatnonzero(~is_prompt),
+        )
+
+    def _view(self, work: Sequence[Work], layout: _Layout, asked: Asked, tree: DraftTree) -> View:
+        requests = len(layout.rows)
+        every = np.repeat(np.arange(requests), np.diff(layout.row_start))
+        local = np.arange(len(layout.tokens)) - layout.row_start[every]
+        logical = layout.context[every] + local
+        positions = logical.copy()
+        positions[layout.nodes] = np.repeat(asked.lengths, np.diff(tree.start)) + tree.depth
+        mask, mask_start = None, np.full(requests, -1, dtype=np.int64)
+        if not tree.chain:
+            # A tree hangs under a decoding request only, so its rows are exactly the tree's.
+            mask, offsets = ancestor_mask(tree)
+            mask_start[layout.ending] = np.where(np.diff(tree.start) > 1, offsets, -1)
         return View(
-            tokens=torch.from_numpy(np.concatenate(tokens)),
-            positions=torch.from_numpy((context[every] + np.concatenate(depths)).astype(np.int32)),
-            slots=torch.from_numpy(self._pages.slots(rows[every], logical)),
+            tokens=torch.from_numpy(layout.tokens),
+            positions=torch.from_numpy(positions.astype(np.int32)),
+            slots=torch.from_numpy(self._pages.slots(layout.rows[every], logical)),
             page_table=self._pages.table,
             page_size=self._pages.page_size,
-            table_row=torch.from_numpy(rows.astype(np.int32)),
-            row_start=torch.from_numpy(row_start.astype(np.int32)),
-            context=torch.from_numpy(context.astype(np.int32)),
+            table_row=torch.from_numpy(layout.rows.astype(np.int32)),
+            row_start=torch.from_numpy(layout.row_start.astype(np.int32)),
+            context=torch.from_numpy(layout.context.astype(np.int32)),
             mask=None if mask is None else torch.from_numpy(mask),
             mask_start=torch.from_numpy(mask_start),
             # First the trees' nodes, then the prompt positions whose log-probabilities are wanted.
-            logit_rows=torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *logit_rows, *prompt_rows])),
+            logit_rows=torch.from_numpy(np.concatenate((layout.nodes, *_reported(work, layout)))),
         )
 
-    def _accept(self, ending: Sequence[Work], tree: DraftTree, logits: Tensor) -> dict[int, list[int]]:
-        if not ending:
-            return {}
+    def _choose(self, work: Sequence[Work], tree: DraftTree, lengths: np.ndarray, logits: Tensor) -> np.ndarray:
+        """The target's token at every node, int64 [N]."""
+        ending = [w.request for w in work if w.following is None]
+        if not any(request.sampling.temperature for request in ending):
+            return self._model.ops.argmax(logits).numpy()
         sizes = np.diff(tree.start)
 
         def per_node(values: Sequence[float], dtype: type) -> np.ndarray:
             return np.repeat(np.array(values, dtype=dtype), sizes)
 
-        sampling = [w.request.sampling for w in ending]
-        raw = self._adjust(ending, tree, logits)
-        temperature = per_node([s.temperature for s in sampling], np.float64)
-        if temperature.any():
-            position = per_node([len(w.request.tokens) for w in ending], np.uint64) + tree.depth.astype(np.uint64)
-            chosen = choose(
-                self._model.ops,
-                logits,
-                temperature,
-                per_node([s.top_k for s in sampling], np.int64),
-                per_node([s.top_p for s in sampling], np.float64),
-                coins(per_node([w.request.seed for w in ending], np.uint64), position),
-                per_node([s.min_p for s in sampling], np.float64),
-            )
-        else:
-            chosen = self._model.ops.argmax(logits).numpy()
-        accepted = accept(tree, chosen)
-        if not tree.chain:
-            self._compact(ending, tree, accepted.path)
-        lengths = accepted.length.tolist()
-        self._count(ending, sizes, lengths)
-        taken = chosen[np.maximum(accepted.path, 0)].tolist()
-        emitted = {w.request.rid: taken[b][: lengths[b]] for b, w in enumerate(ending)}
-        for b, w in enumerate(ending):
-            top = w.request.sampling.logprobs
-            if top is not None:
-                path = torch.from_numpy(accepted.path[b, : lengths[b]])
-                rows = logits[path] if b not in raw else raw[b][path - int(tree.start[b])]
-                w.request.logprobs = logprobs(rows, emitted[w.request.rid], top)
-        return emitted
+        sampling = [request.sampling for request in ending]
+        position = np.repeat(lengths + 1, sizes) + tree.depth
+        return choose(
+            self._model.ops,
+            logits,
+            per_node([s.temperature for s in sampling], np.float64),
+            per_node([s.top_k for s in sampling], np.int64),
+            per_node([s.top_p for s in sampling], np.float64),
+            coins(per_node([request.seed for request in ending], np.uint64), position.astype(np.uint64)),
+            per_node([s.min_p for s in sampling], np.float64),
+        )
 
-    def _adjust(self, ending: Sequence[Work], tree: DraftTree, logits: Tensor) -> dict[int, Tensor]:
-        """Apply penalties and biases in place; the rows as they were, by request, where they will be reported."""
-        raw = {}
-        for b, w in enumerate(ending):
-            sampling = w.request.sampling
-            if sampling.changes_logits:
-                first, last = int(tree.start[b]), int(tree.start[b + 1])
-                if sampling.logprobs is not None:
-                    raw[b] = logits[first:last].clone()
-                adjust(logits[first:last], tree.tokens[first:last], tree.parent[first:last] - first, w.request)
-        return raw
-
-    def _compact(self, ending: Sequence[Work], tree: DraftTree, path: np.ndarray) -> None:
+    def _compact(self, asked: Asked, tree: DraftTree, path: np.ndarray) -> None:
         """Bring the accepted nodes' keys and values to the front, so that what follows may assume a chain."""
         request, depth = np.nonzero(path >= 0)
         local = path[request, depth] - tree.start[request]
@@ -200,37 +240,105 @@ class SpecRound:
         request, depth, local = request[moved], depth[moved], local[moved]
         if not len(request):
             return
-        rows = np.array([w.request.row for w in ending], dtype=np.int64)[request]
-        base = np.array([w.request.cached + w.take - 1 for w in ending], dtype=np.int64)[request]
+        rows, base = asked.rows[request], asked.lengths[request]
         source, target = self._pages.slots(rows, base + local), self._pages.slots(rows, base + depth)
         self._pool.move(torch.from_numpy(source), torch.from_numpy(target))
 
-    def _count(self, ending: Sequence[Work], sizes: np.ndarray, lengths: Sequence[int]) -> None:
-        stats = self.stats
-        for w, size, length in zip(ending, sizes.tolist(), lengths, strict=True):
-            if w.steps:
-                stats.verify_steps += 1
-                stats.drafted += size - 1
-                stats.accepted += length - 1
-                stats.accepted_at[length - 1] += 1
+    def _seen(
+        self,
+        work: Sequence[Work],
+        layout: _Layout,
+        accepted: Accepted,
+        chosen: np.ndarray,
+        features: Tensor,
+        emitted: Sequence[Sequence[int]],
+    ) -> Seen:
+        """The committed rows of every request: its prompt's, then its accepted path's."""
+        counts = layout.prompts.copy()
+        counts[layout.ending] += accepted.length
+        start = np.concatenate(([0], np.cumsum(counts)))
+        owner = np.repeat(np.arange(len(work)), counts)
+        from_prompt = np.arange(start[-1]) - start[owner] < layout.prompts[owner]
+        path = accepted.path[accepted.path >= 0]
+        index = np.empty(start[-1], dtype=np.int64)
+        index[from_prompt] = np.flatnonzero(layout.is_prompt)
+        index[~from_prompt] = layout.nodes[path]
+        following = layout.tokens[np.minimum(index + 1, len(layout.tokens) - 1)]
+        following[~from_prompt] = np.maximum(chosen[path], 0)
+        for i in np.flatnonzero(~layout.ending).tolist():
+            token = work[i].following
+            assert token is not None
+            following[start[i + 1] - 1] = token
+        lines = iter(emitted)
+        return Seen(
+            rids=[w.request.rid for w in work],
+            rows=layout.rows,
+            first=layout.context,
+            start=start,
+            tokens=layout.tokens[index],
+            following=following,
+            features=features[torch.from_numpy(index)] if self.drafter.features else features,
+            emitted=[next(lines) if w.following is None else () for w in work],
+        )
+
+    def _count(self, steps: np.ndarray, sizes: np.ndarray, lengths: np.ndarray) -> None:
+        stats, speculated = self.stats, steps > 0
+        accepted = lengths[speculated] - 1
+        stats.verify_steps += len(accepted)
+        stats.drafted += int(sizes[speculated].sum()) - len(accepted)
+        stats.accepted += int(accepted.sum())
+        stats.accepted_at.update(accepted.tolist())
 
 
-def _reported(work: Work) -> range:
-    """Positions of this round whose rows tell the log-probability of the prompt token behind them."""
-    request = work.request
-    last = request.cached + work.take - work.completes
-    return range(request.unreported.start - 1, min(last, request.unreported.stop - 1))
+def _reported(work: Sequence[Work], layout: _Layout) -> list[np.ndarray]:
+    """Rows of the forward that tell prompt log-probabilities, request by request."""
+    starts = layout.row_start.tolist()
+    return [
+        np.arange(w.report.start, w.report.stop) - w.first + start
+        for w, start in zip(work, starts[:-1], strict=True)
+        if w.report
+    ]
 
 
-def _report_prompts(work: Sequence[Work], logits: Tensor) -> None:
-    """Hand the rows of `logits` behind the trees' to the requests that asked for them."""
-    row = 0
+def _report_prompts(work: Sequence[Work], logits: Tensor) -> dict[int, list[TokenLogprob]]:
+    """From the rows of `_reported`."""
+    row, found = 0, {}
     for w in work:
-        request = w.request
-        top = request.sampling.prompt_logprobs
-        if top is None or not request.unreported:
-            continue
-        at = _reported(w)
-        ids = request.tokens[at.start + 1 : at.stop + 1]
-        request.prompt_logprobs += logprobs(logits[row : row + len(at)], ids, top)
-        row += len(at)
+        top = w.request.sampling.prompt_logprobs
+        if w.report and top is not None:
+            n = len(w.report)
+            ids = w.request.tokens[w.report.start + 1 : w.report.stop + 1]
+            found[w.request.rid] = logprobs(logits[row : row + n], ids, top)
+            row += n
+    return found
+
+
+def _adjust(work: Sequence[Work], tree: DraftTree, logits: Tensor) -> dict[int, Tensor]:
+    """Apply penalties and biases in place; the rows as they were, by request, where they will be reported."""
+    raw = {}
+    for b, request in enumerate(w.request for w in work if w.following is None):
+        if request.sampling.changes_logits:
+            first, last = int(tree.start[b]), int(tree.start[b + 1])
+            if request.sampling.logprobs is not None:
+                raw[request.rid] = logits[first:last].clone()
+            adjust(logits[first:last], tree.tokens[first:last], tree.parent[first:last] - first, request)
+    return raw
+
+
+def _report(
+    work: Sequence[Work],
+    tree: DraftTree,
+    accepted: Accepted,
+    emitted: Sequence[Sequence[int]],
+    logits: Tensor,
+    raw: dict[int, Tensor],
+) -> dict[int, list[TokenLogprob]]:
+    """Log-probabilities of what was emitted, for the requests that asked for them."""
+    found = {}
+    for b, request in enumerate(w.request for w in work if w.following is None):
+        top = request.sampling.logprobs
+        if top is not None:
+            path = torch.from_numpy(accepted.path[b, : len(emitted[b])])
+            rows = raw[request.rid][path - int(tree.start[b])] if request.rid in raw else logits[path]
+            found[request.rid] = logprobs(rows, emitted[b], top)
+    return found

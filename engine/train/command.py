@@ -16,11 +16,11 @@ from engine.build import Core, build
 from engine.cache import cache_dir
 from engine.config import EngineConfig
 from engine.errors import InvalidConfig
+from engine.model.eagle3 import HeadShape
 from engine.model.source import resolve
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.train.corpus import ChatFrame, Conversation, kept_vocabulary, read
 from engine.train.generate import generate
-from engine.train.head import HeadShape
 from engine.train.loop import Bench, Recipe, Trainer
 from engine.train.loop import Progress as Standing
 from engine.train.target import Taught, Teacher, answer, feature_layers
@@ -50,7 +50,7 @@ def train_head(
     Raises:
         InvalidConfig: no corpus, or a folder that holds a head of another recipe.
     """
-    core = build(EngineConfig(model=model, dtype="bfloat16", threads=threads, max_running_requests=64))
+    core = build(EngineConfig(model=model, threads=threads, max_running_requests=64))
     source = resolve(model)
     tokenizer = load_tokenizer(source)
     frame = ChatFrame(tokenizer)

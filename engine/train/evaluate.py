@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.train.head import HeadShape, Unroll
+from engine.model.eagle3 import HeadShape
+from engine.train.head import Unroll
 from engine.train.target import Taught
 
 
@@ -39,7 +40,7 @@ def simulate(
     """
     emitted = rounds = 0
     reached, passed = [0] * steps, [0] * steps
-    lm_head = weights["lm_head"].bfloat16()
+    lm_head = weights["lm_head"].to(embedding.dtype)
     for one, prompt in zip(taught, prompt_lengths, strict=True):
         n = len(one.tokens)
         rows = n - steps - 1

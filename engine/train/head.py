@@ -1,65 +1,23 @@
-"""The EAGLE-3 head as it is trained: one decoder layer over [embedding; feature], unrolled on its own output.
-
-Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", 2025. Each of
-the three feature chunks is RMS-normalised before `fc` (as in EAGLE 3.1): the first position of a sequence has
-activations ten thousand times larger than the others.
-"""
+"""The EAGLE-3 head as it is trained: unrolled over whole sequences on its own output (see engine.model.eagle3)."""
 
 from __future__ import annotations
-
-from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-_EPS = 1e-5
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Sizes; `layers` are the target layers whose outputs are read, in order."""
-
-    hidden: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    draft_vocab: int
-    rope_theta: float
-    layers: tuple[int, int, int]
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain JSON types."""
-        return {**asdict(self), "layers": list(self.layers)}
-
-    def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape of every trained tensor."""
-        h, q, kv = self.hidden, self.q_heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "chunk_norm": (3 * h,),
-            "fc": (h, 3 * h),
-            "input_norm": (h,),
-            "hidden_norm": (h,),
-            "qkv": (q + 2 * kv, 2 * h),
-            "out": (h, q),
-            "mlp_norm": (h,),
-            "gate_up": (2 * self.intermediate, h),
-            "down": (h, self.intermediate),
-            "final_norm": (h,),
-            "lm_head": (self.draft_vocab, h),
-        }
+from engine.model.eagle3 import EPS, HeadShape
 
 
 def rms(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Over the last dimension, in float32; bfloat16 out."""
+    """Over the last dimension, in float32; rounded once, to the type of x."""
     wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)
-    return (normed if weight is None else normed * weight).bfloat16()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
+    return (normed if weight is None else normed * weight).to(x.dtype)
 
 
 def chunked(features: Tensor) -> Tensor:
-    """[.., 3H] with each third RMS-normalised, bfloat16."""
+    """[.., 3H] with each third RMS-normalised."""
     return rms(features.unflatten(-1, (3, -1))).flatten(-2)
 
 
@@ -71,10 +29,12 @@ class Unroll:
     """
 
     def __init__(self, shape: HeadShape, weights: dict[str, Tensor], features: Tensor) -> None:
-        """features [B, T, 3H]; weights by `HeadShape.parameters`, any float type."""
+        """features [B, T, 3H], whose type is computed in; weights by `HeadShape.parameters`, any float type."""
         self._shape = shape
-        self._w = {name: w if w.dim() == 1 else w.bfloat16() for name, w in weights.items()}
-        self._x = functional.linear((chunked(features).float() * self._w["chunk_norm"]).bfloat16(), self._w["fc"])
+        self._dtype = features.dtype
+        self._w = {name: w if w.dim() == 1 else w.to(self._dtype) for name, w in weights.items()}
+        normed = (chunked(features).float() * self._w["chunk_norm"]).to(self._dtype)
+        self._x = functional.linear(normed, self._w["fc"])
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         steps = features.shape[1]
@@ -99,7 +59,7 @@ class Unroll:
         scores = (q @ self._keys[0].transpose(-1, -2)).float() * scale
         scores = scores.masked_fill(~self._causal, float("-inf"))
         own = [(q * keys).float().sum(-1, keepdim=True) * scale for keys in self._keys[1:]]
-        weights = torch.cat((scores, *own), dim=-1).softmax(-1).bfloat16()
+        weights = torch.cat((scores, *own), dim=-1).softmax(-1).to(self._dtype)
         steps = scores.shape[-1]
         mixed = weights[..., :steps] @ self._values[0]
         for m, values in enumerate(self._values[1:]):
@@ -114,7 +74,7 @@ class Unroll:
         steps = heads.shape[2]
         cos, sin = self._cos[shift : shift + steps], self._sin[shift : shift + steps]
         a, b = heads.float().chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).bfloat16()
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(self._dtype)
 
 
 class SoftCrossEntropy(torch.autograd.Function):
@@ -125,8 +85,8 @@ class SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, lm_head: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
-        """hidden bfloat16 [n, H], lm_head [Vd, H], teacher logits float32 [n, Vd] (overwritten), weight [n]."""
-        matrix = lm_head.bfloat16()
+        """hidden [n, H], lm_head [Vd, H], teacher logits float32 [n, Vd] (overwritten), weight [n]."""
+        matrix = lm_head.to(hidden.dtype)
         logits = (hidden @ matrix.t()).float()
         high = logits.amax(-1, keepdim=True)
         logits.sub_(high)
@@ -136,7 +96,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         logits.exp_()
         total = logits.sum(-1, keepdim=True)
         loss = ((total.squeeze(-1).log() - dot) * weight).sum()
-        gradient = logits.div_(total).sub_(target).mul_(weight.unsqueeze(-1)).bfloat16()
+        gradient = logits.div_(total).sub_(target).mul_(weight.unsqueeze(-1)).to(hidden.dtype)
         ctx.save_for_backward(gradient @ matrix, (gradient.t() @ hidden).float())
         return loss
 

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.model.eagle3 import HeadShape
 from engine.train.corpus import ChatFrame, Conversation
 from engine.train.evaluate import Acceptance, simulate
-from engine.train.head import HeadShape, SoftCrossEntropy, Unroll, rms
+from engine.train.head import SoftCrossEntropy, Unroll, rms
 from engine.train.ridge import Ridge, start
 from engine.train.target import LONGEST, Taught, Teacher
 
@@ -186,9 +187,9 @@ class Trainer:
         if width < 1:
             progress.sequences += len(batch)
             return
-        features = torch.zeros(len(batch), width, 3 * self.shape.hidden, dtype=torch.bfloat16)
+        features = torch.zeros(len(batch), width, 3 * self.shape.hidden, dtype=self._embedding.dtype)
         tokens = torch.zeros(len(batch), longest, dtype=torch.int64)
-        hidden = torch.zeros(len(batch), longest, self.shape.hidden, dtype=torch.bfloat16)
+        hidden = torch.zeros(len(batch), longest, self.shape.hidden, dtype=self._embedding.dtype)
         supervised = torch.zeros(len(batch), longest, dtype=torch.bool)
         for b, (one, prompt) in enumerate(zip(taught, prompts, strict=True)):
             n = len(one.tokens)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.train.head import HeadShape, chunked, rms
+from engine.model.eagle3 import HeadShape
+from engine.train.head import chunked, rms
 
 _SELF_ATTENTION = 20.0  # score of a position with itself in the heads that carry the embedding
 _SMALL = 0.02

@@ -25,7 +25,7 @@ def feature_layers(layers: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Taught:
-    """One sequence: ids int64 [T], features bfloat16 [T, 3H], hidden bfloat16 [T, H] (final, normed and weighted)."""
+    """One sequence: ids int64 [T], features [T, 3H], hidden [T, H] (final, normed and weighted)."""
 
     tokens: Tensor
     features: Tensor

@@ -11,6 +11,8 @@ import torch
 from engine.build import Core, build
 from engine.config import EngineConfig, SpecConfig
 from engine.ipc.messages import SamplingParams, Submit
+from engine.model.eagle3 import HeadShape
+from engine.model.head_file import fingerprint, save_head
 
 VOCAB = 97
 
@@ -49,6 +51,38 @@ def make_core(tiny_model: Path) -> Callable[..., Core]:
     return make
 
 
+def tiny_head(core: Core, file: Path, *, seed: int = 0, draft_vocab: int = 60) -> Path:
+    """A random draft head for the core's model, over the first token ids."""
+    torch.manual_seed(seed)
+    config = core.model.config
+    shape = HeadShape(
+        hidden=config.hidden,
+        q_heads=config.q_heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        intermediate=64,
+        draft_vocab=draft_vocab,
+        rope_theta=config.rope_theta,
+        layers=(0, 1, 2),
+    )
+    weights = {name: torch.randn(size) * (0.3 if len(size) > 1 else 1) for name, size in shape.parameters().items()}
+    about = {"target": "tiny", "target_fingerprint": fingerprint(core.model)}
+    save_head(file, shape, weights, torch.arange(draft_vocab), about)
+    return file
+
+
+@pytest.fixture(scope="session")
+def head_file(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    core = build(EngineConfig(model=str(tiny_model), dtype="float32", page_size=4, threads=1))
+    return tiny_head(core, tmp_path_factory.mktemp("head") / "head.safetensors")
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A smaller model with the same vocabulary as `tiny_model`."""
+    return tiny_llama(tmp_path_factory.mktemp("small"), seed=1, hidden_size=24, num_hidden_layers=1)
+
+
 def generate(core: Core, prompts: Iterable[Iterable[int]], **sampling: object) -> list[list[int]]:
     """Outputs of all prompts, run together to the end; the pages must all be free again."""
     params = SamplingParams(**{"max_tokens": 40, **sampling})
@@ -64,6 +98,7 @@ def generate(core: Core, prompts: Iterable[Iterable[int]], **sampling: object) -
             outputs[update.rid].extend(update.token_ids)
             if update.finish:
                 finished[update.rid] = update.finish
+    core.scheduler.land()
     core.scheduler.check()
     assert finished.keys() == outputs.keys()
     return list(outputs.values())

@@ -14,6 +14,7 @@ from engine.config import SpecConfig
 from engine.ipc.messages import SamplingParams, Submit, TokenUpdate
 from engine.memory.pool import KVPool
 from engine.ops.base import causal_view
+from engine.spec.gate import SpecGate
 from tests.engine.conftest import generate
 from tests.engine.test_spec import Branching, prompts
 
@@ -76,12 +77,10 @@ def test_penalties_count_along_each_path_of_a_tree(make_core: Callable[..., Core
     asked = prompts(4)
     given = {**PENALTIES[3], **sampling}
     plain = generate(make_core(), asked, **given)
-    core = make_core(NGRAM)
+    core = make_core()
     known = {i: p + o for i, (p, o) in enumerate(zip(asked, plain, strict=True))}
-    core.gate._steps = 8  # room for trees: their nodes are at most twice as many as the steps that are told below
-    drafter = core.scheduler._drafter = core.round._drafter = Branching(known, np.random.default_rng(3))
-    original = drafter.propose
-    drafter.propose = lambda rids, roots, steps: original(rids, roots, [s // 2 for s in steps])
+    core.scheduler.use_drafter(Branching(known, np.random.default_rng(3)))
+    core.scheduler.gate = SpecGate(SpecConfig("eagle3", 4, 2, 9))
     assert generate(core, asked, **given) == plain
     assert core.round.stats.accepted > 20
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from engine.build import Core
 from engine.config import EngineConfig, SpecConfig
 from engine.errors import InvalidConfig
 from engine.ipc.messages import SamplingParams, Submit
+from engine.spec.gate import HOLD_ROUNDS, SpecGate
 from engine.worker import warm_up
 from tests.engine.conftest import generate
 from tests.engine.test_spec import prompts
@@ -80,12 +81,42 @@ def test_aborting_anywhere_frees_everything_and_disturbs_nobody(
     assert outputs[5] == []
 
 
-def test_the_threshold_turns_speculation_off_above_it_and_on_again(make_core: Callable[..., Core]) -> None:
-    core = make_core(SpecConfig("ngram", 3, 1, 4, disable_batch_threshold=2, ngram_min=1, ngram_max=2))
-    seen = {running: core.gate.steps(running) for running in (1, 2, 3, 10)}
-    assert seen == {1: 3, 2: 3, 3: 0, 10: 0}
-    core.gate.steps(1)
-    assert core.gate.transitions == 2
+def depths(gate: SpecGate, sizes: Iterable[int]) -> list[int]:
+    return [gate.shape(size).num_steps for size in sizes]
+
+
+def test_the_threshold_turns_speculation_off_above_it_at_once_and_on_again_when_it_holds() -> None:
+    gate = SpecGate(SpecConfig("ngram", 3, 1, 4, disable_batch_threshold=2))
+    assert depths(gate, [1, 2, 3, 10]) == [3, 3, 0, 0]
+    assert depths(gate, [2] * HOLD_ROUNDS) == [0] * (HOLD_ROUNDS - 1) + [3]
+    assert gate.transitions == 2
+    flapping = [size for _ in range(50) for size in (2, 2, 2, 3)]
+    assert sum(depths(gate, flapping)[3:]) == 0, "a batch that hovers at the threshold does not flap"
+    assert gate.transitions == 3
+
+
+def test_a_schedule_gives_the_depth_from_each_number_of_requests_on() -> None:
+    config = SpecConfig("eagle3", 5, 1, 6, steps_by_batch=((1, 0), (8, 5), (16, 2), (64, 0)))
+    for size, depth in {1: 0, 7: 0, 8: 5, 15: 5, 16: 2, 63: 2, 64: 0, 500: 0}.items():
+        assert SpecGate(config).shape(size).num_steps == depth
+    assert SpecGate(config).shape(16).num_draft_tokens == 3
+
+
+def test_the_adaptive_policy_follows_acceptance() -> None:
+    gate = SpecGate(SpecConfig("eagle3", 5, 1, 6, policy="adaptive"))
+    for _ in range(60):
+        gate.observe(gate.shape(2).num_steps, 10, 2)  # hardly any draft is right
+    assert gate.shape(2).num_steps == 1
+    for _ in range(100):
+        steps = gate.shape(2).num_steps
+        gate.observe(steps, 2, 2 * steps)  # all are
+    assert gate.shape(2).num_steps == 5
+    assert gate.shape(40).num_steps <= 1
+    for _ in range(60):
+        gate.observe(gate.shape(40).num_steps, 40, 4)
+    assert gate.shape(40).num_steps == 0
+    looks = [gate.shape(40).num_steps for _ in range(400)]
+    assert 0 < sum(looks) < 400, "it looks again now and then"
 
 
 def test_nan_fails_that_request_and_no_other(make_core: Callable[..., Core]) -> None:
@@ -117,7 +148,7 @@ def test_effective_settings_are_read_from_the_objects(make_core: Callable[..., C
     assert info["effective"]["kv_tokens"] == 104
     told = {d["setting"]: (d["requested"], d["effective"]) for d in info["differences"]}
     assert told["kv_tokens"] == (101, 104)
-    core.gate._steps = 0
+    core.scheduler.gate = SpecGate(SpecConfig())
     assert core.info()["effective"]["num_steps"] == 0
 
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.model.eagle3 import HeadShape
 from engine.train.corpus import Conversation, append, kept_vocabulary, read
 from engine.train.evaluate import simulate
-from engine.train.head import HeadShape, SoftCrossEntropy, Unroll
+from engine.train.head import SoftCrossEntropy, Unroll
 from engine.train.ridge import Ridge, start
 from engine.train.target import Taught
 

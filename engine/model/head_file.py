@@ -1,0 +1,100 @@
+"""A draft head as one safetensors file: weights, vocabulary map, and in its header where it comes from.
+
+The output layer is by far the largest part and is kept as int8 with one scale a row, everything else as bfloat16.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.errors import ModelBroken
+from engine.model.eagle3 import HeadShape
+from engine.model.llama import Llama
+
+_FORMAT = "spec-tuner eagle3 head, version 1"
+
+
+@dataclass(frozen=True)
+class HeadFile:
+    """What a file holds. `hot` int64 [Vd]: target ids of the draft ids; `about`: target, training log, licence."""
+
+    shape: HeadShape
+    weights: dict[str, Tensor]
+    hot: Tensor
+    about: dict[str, Any]
+
+
+def fingerprint(target: Llama) -> str:
+    """Tells targets apart, and is the same for one model whatever its file format and data type."""
+    digest = hashlib.sha256()
+    for tensor in (target.final_norm, target.embedding[:256]):
+        digest.update(tensor.to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def save_head(file: Path, shape: HeadShape, weights: Mapping[str, Tensor], hot: Tensor, about: dict[str, Any]) -> None:
+    """Write, replacing atomically. `about` needs "target" (its name) and "target_fingerprint"."""
+    tensors = {name: w.detach().bfloat16().contiguous() for name, w in weights.items() if name != "lm_head"}
+    rows = weights["lm_head"].detach().float()
+    scale = rows.abs().amax(-1).clamp_min(1e-12) / 127
+    tensors["lm_head.int8"] = (rows / scale.unsqueeze(-1)).round().to(torch.int8)
+    tensors["lm_head.scale"] = scale
+    tensors["hot_ids"] = hot.to(torch.int32)
+    made = file.with_suffix(".new")
+    header = {"format": _FORMAT, "shape": json.dumps(shape.to_dict()), "about": json.dumps(about)}
+    save_file(tensors, made, metadata=header)
+    made.replace(file)
+
+
+def load_head(file: Path, target: Llama, target_name: str) -> HeadFile:
+    """A head for this target.
+
+    Raises:
+        ModelBroken: no such file, not a head, or one that was made for another target; the message says which.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            header = opened.metadata() or {}
+            if header.get("format") != _FORMAT:
+                raise ModelBroken(f"draft_head: '{file}' is not a draft head ({_FORMAT!r} is not in its header)")
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError) as error:
+        raise ModelBroken(f"draft_head: cannot read '{file}': {error}") from error
+    shape, about = HeadShape.from_dict(json.loads(header["shape"])), json.loads(header["about"])
+    _check(file, shape, about, target, target_name)
+    weights = {name: tensors[name] for name in shape.parameters() if name != "lm_head"}
+    weights["lm_head"] = tensors["lm_head.int8"].float() * tensors["lm_head.scale"].unsqueeze(-1)
+    for name, size in shape.parameters().items():
+        if tuple(weights[name].shape) != size:
+            raise ModelBroken(f"draft_head: '{file}': {name} is {list(weights[name].shape)}, not {list(size)}")
+    hot = tensors["hot_ids"].long()
+    if len(hot) != shape.draft_vocab or int(hot.min()) < 0 or int(hot.max()) >= target.config.vocab:
+        raise ModelBroken(f"draft_head: '{file}' names token ids that the target ({target.config.vocab}) does not have")
+    return HeadFile(shape, weights, hot, about)
+
+
+def _check(file: Path, shape: HeadShape, about: Mapping[str, Any], target: Llama, target_name: str) -> None:
+    if shape.hidden != target.config.hidden:
+        raise ModelBroken(
+            f"draft_head: '{file}' is for a hidden size of {shape.hidden}; '{target_name}' has {target.config.hidden}"
+        )
+    if not all(0 <= layer < target.config.layers for layer in shape.layers):
+        raise ModelBroken(
+            f"draft_head: '{file}' reads layers {list(shape.layers)}; '{target_name}' has 0 to "
+            f"{target.config.layers - 1}"
+        )
+    if about.get("target_fingerprint") != fingerprint(target):
+        raise ModelBroken(
+            f"draft_head: '{file}' was trained for '{about.get('target', '?')}', and '{target_name}' has other "
+            "weights: nothing it drafts would be accepted. Train one with `engine train-head`"
+        )

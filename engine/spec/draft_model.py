@@ -1,0 +1,118 @@
+"""A smaller model with the same tokenizer drafts chains, greedily (Leviathan et al., "Speculative Decoding", 2023).
+
+Its cache is addressed by the target's slots. Entries of accepted drafts stay as they are, since they were computed from
+exactly those tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.config import DRAFTERS
+from engine.errors import InvalidConfig, NothingNamed
+from engine.memory.pool import KVPool
+from engine.model.llama import Llama
+from engine.model.source import resolve
+from engine.model.weights import open_weights
+from engine.ops.base import View
+from engine.spec.base import Asked, DraftTree, Seen, Surroundings, padded_chains, register
+
+
+@register("draft_model")
+class DraftModelDrafter:
+    """Drafts with a whole model."""
+
+    name = "draft_model"
+    limits = DRAFTERS["draft_model"]
+    features: tuple[int, ...] = ()
+    lookahead = 0
+    alarm_floor = 0.05
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        name, target = surroundings.config.draft_model, surroundings.target
+        if not name:
+            raise NothingNamed("draft_model: none is named; give a smaller model with the target's tokenizer")
+        weights = open_weights(resolve(name), target.dtype)
+        vocab = weights.config.vocab
+        if vocab != target.config.vocab:
+            raise InvalidConfig(
+                f"draft_model: '{name}' has a vocabulary of {vocab} tokens, the target {target.config.vocab}; "
+                "both must share one tokenizer"
+            )
+        self._model = Llama(weights, target.ops, target.dtype, surroundings.positions)
+        weights.close()
+        self._pages = surroundings.pages
+        shape = self._model.config
+        self._pool = KVPool(
+            shape.layers, self._pages.total, self._pages.page_size, shape.kv_heads, shape.head_dim, target.dtype
+        )
+        self._drafted = np.zeros(surroundings.requests, dtype=np.int64)  # entries that the last `propose` wrote
+
+    def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
+        """See `Drafter.add`."""
+        self._drafted[row] = 0
+
+    def propose(self, asked: Asked) -> DraftTree:
+        """See `Drafter.propose`."""
+        deepest = int(asked.steps.max(initial=0))
+        drafts = np.empty((len(asked.rids), deepest), dtype=np.int64)
+        some = np.flatnonzero(asked.steps)
+        token, each = asked.roots[some], np.arange(len(some))
+        with torch.inference_mode():
+            for i in range(deepest):
+                at = asked.lengths[some] + i
+                view = self._view(asked.rows[some], each, token, at, at, np.arange(len(some) + 1), each)
+                token = np.maximum(self._model.ops.argmax(self._model.forward(view, self._pool)).numpy(), 0)
+                drafts[some, i] = token
+        self._drafted[asked.rows[some]] = deepest
+        return padded_chains(asked.roots, drafts, asked.steps)
+
+    def observe(self, seen: Seen) -> None:
+        """See `Drafter.observe`. Runs the committed tokens that drafting has not run already."""
+        counts = np.diff(seen.start)
+        known = np.minimum(self._drafted[seen.rows], counts)
+        self._drafted[seen.rows] = 0
+        left = counts - known
+        some = np.flatnonzero(left)
+        if not len(some):
+            return
+        owner = np.repeat(np.arange(len(some)), left[some])
+        start = np.concatenate(([0], np.cumsum(left[some])))
+        local = np.arange(start[-1]) - start[owner] + known[some][owner]
+        first = seen.first[some] + known[some]
+        tokens = seen.tokens[seen.start[:-1][some][owner] + local]
+        view = self._view(
+            seen.rows[some], owner, tokens, seen.first[some][owner] + local, first, start, np.empty(0, dtype=np.int64)
+        )
+        with torch.inference_mode():
+            self._model.hidden(view, self._pool)
+
+    def release(self, rid: int) -> None:
+        """See `Drafter.release`."""
+
+    def _view(
+        self,
+        rows: np.ndarray,
+        owner: np.ndarray,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        context: np.ndarray,
+        start: np.ndarray,
+        logit_rows: np.ndarray,
+    ) -> View:
+        return View(
+            tokens=torch.from_numpy(np.ascontiguousarray(tokens)),
+            positions=torch.from_numpy(positions.astype(np.int32)),
+            slots=torch.from_numpy(self._pages.slots(rows[owner], positions)),
+            page_table=self._pages.table,
+            page_size=self._pages.page_size,
+            table_row=torch.from_numpy(rows.astype(np.int32)),
+            row_start=torch.from_numpy(start.astype(np.int32)),
+            context=torch.from_numpy(context.astype(np.int32)),
+            mask=None,
+            mask_start=torch.full((len(rows),), -1, dtype=torch.int64),
+            logit_rows=torch.from_numpy(logit_rows),
+        )

@@ -1,0 +1,192 @@
+"""EAGLE-3: a small head drafts from what the target has computed, in chains (topk 1) or trees.
+
+Its cache has one layer, in the target's slots. Drafting writes entries behind the committed ones from the head's own
+hidden states; after each verify step they are written again from the target's true features. The hidden state of the
+last committed position is what the next round begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import DRAFTERS
+from engine.errors import NothingNamed
+from engine.model.eagle3 import Eagle3Head
+from engine.model.head_file import fingerprint, load_head
+from engine.ops.base import View
+from engine.spec.base import (
+    Asked,
+    DraftTree,
+    Seen,
+    Surroundings,
+    joined,
+    padded_chains,
+    register,
+    roots_and_chains,
+)
+from engine.spec.tree import Candidates
+
+
+@register("eagle3")
+class Eagle3Drafter:
+    """Drafts with one head. Draft attention in trees follows each node's true ancestors."""
+
+    name = "eagle3"
+    limits = DRAFTERS["eagle3"]
+    alarm_floor = 0.05
+    lookahead = 1  # an entry holds the embedding of the token after it
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        target, self._pages = surroundings.target, surroundings.pages
+        self.file = find_head(surroundings)
+        loaded = load_head(self.file, target, surroundings.target_name)
+        self.about = loaded.about
+        self._head = Eagle3Head(
+            loaded.shape,
+            loaded.weights,
+            loaded.hot,
+            target.embedding,
+            target.ops,
+            target.dtype,
+            surroundings.positions,
+        )
+        self.features: tuple[int, ...] = loaded.shape.layers
+        self._ops = target.ops
+        self._pool = self._head.new_pool(self._pages.total, self._pages.page_size)
+        self._hidden = torch.zeros(surroundings.requests, loaded.shape.hidden, dtype=target.dtype)
+
+    def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
+        """See `Drafter.add`. What it needs comes with the first `observe`."""
+
+    def propose(self, asked: Asked) -> DraftTree:
+        """See `Drafter.propose`."""
+        wanting = asked.steps > 0
+        if not wanting.any():
+            return roots_and_chains(asked.roots, [()] * len(asked.rids))
+        some = asked if wanting.all() else asked.subset(np.flatnonzero(wanting))
+        with torch.inference_mode():
+            tree = self._chains(some) if asked.shape.topk == 1 else self._trees(some)
+        if wanting.all():
+            return tree
+        return joined(roots_and_chains(asked.roots, [()] * len(asked.rids)), tree, wanting)
+
+    def observe(self, seen: Seen) -> None:
+        """See `Drafter.observe`."""
+        owner = np.repeat(np.arange(len(seen.rids)), np.diff(seen.start))
+        positions = seen.first[owner] + np.arange(len(owner)) - seen.start[owner]
+        view = self._view(seen.rows, owner, seen.following, positions, seen.first, seen.start)
+        with torch.inference_mode():
+            hidden = self._head.extend(seen.features, view, self._pool)
+            self._hidden[torch.from_numpy(seen.rows)] = hidden[torch.from_numpy(seen.start[1:] - 1)]
+
+    def release(self, rid: int) -> None:
+        """See `Drafter.release`. A row's state is overwritten by its next owner."""
+
+    def _chains(self, asked: Asked) -> DraftTree:
+        rows, lengths, deepest = asked.rows, asked.lengths, int(asked.steps.max())
+        count = len(rows)
+        each, start = np.arange(count), np.arange(count + 1)
+        drafts = np.empty((count, deepest), dtype=np.int64)
+        x = self._hidden[torch.from_numpy(rows)]
+        for i in range(deepest):
+            if i:
+                at = lengths + i - 1
+                x = self._head.step(x, self._view(rows, each, drafts[:, i - 1], at, at, start), self._pool)
+            drafts[:, i] = self._head.hot[self._ops.argmax(self._head.logits(x))].numpy()
+        return padded_chains(asked.roots, drafts, asked.steps)
+
+    def _trees(self, asked: Asked) -> DraftTree:
+        rows, lengths, topk = asked.rows, asked.lengths, asked.shape.topk
+        count, deepest = len(rows), int(asked.steps.max())
+        x = self._hidden[torch.from_numpy(rows)]
+        scores, tokens = self._best(x, topk)
+        candidates = Candidates(topk, scores, tokens)
+        beams, parent = tokens, np.broadcast_to(np.arange(topk), tokens.shape)
+        x = x.repeat_interleave(topk, 0)
+        owner = np.repeat(np.arange(count), topk)
+        start = np.arange(count + 1) * topk
+        seen = np.zeros((count, topk, topk * max(1, deepest - 1)), dtype=np.uint8)
+        for i in range(1, deepest):
+            seen[:, np.arange(topk), (i - 1) * topk + np.arange(topk)] = 1
+            width = i * topk
+            offsets = np.arange(count) * topk * width
+            view = self._view(
+                rows,
+                owner,
+                beams.reshape(-1),
+                np.repeat(lengths + i - 1, topk),
+                lengths,
+                start,
+                slots=lengths[owner] + (i - 1) * topk + np.tile(np.arange(topk), count),
+                mask=(seen[:, :, :width].reshape(-1), offsets, np.full(count, width)),
+            )
+            x = self._head.step(x, view, self._pool)
+            scores, tokens = self._best(x, topk)
+            parent, beams = candidates.grow(scores.reshape(count, topk, topk), tokens.reshape(count, topk, topk))
+            seen = np.take_along_axis(seen, parent[:, :, None], axis=1)
+            x = x[torch.from_numpy((start[:-1, None] + parent).reshape(-1))]
+        return candidates.select(asked.roots, asked.shape.num_draft_tokens, asked.steps)
+
+    def _best(self, x: Tensor, topk: int) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probabilities and target ids of the K likeliest tokens of each row, best first."""
+        logits = self._head.logits(x)
+        top = logits.topk(topk, dim=-1)
+        scores = top.values - logits.logsumexp(-1, keepdim=True)
+        return scores.numpy().astype(np.float64), self._head.hot[top.indices].numpy()
+
+    def _view(
+        self,
+        rows: np.ndarray,
+        owner: np.ndarray,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        context: np.ndarray,
+        start: np.ndarray,
+        slots: np.ndarray | None = None,
+        mask: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    ) -> View:
+        """`slots`: logical positions to write, where they are not `positions`; `mask`: matrices, offsets, widths."""
+        where = positions if slots is None else slots
+        return View(
+            tokens=torch.from_numpy(np.ascontiguousarray(tokens)),
+            positions=torch.from_numpy(positions.astype(np.int32)),
+            slots=torch.from_numpy(self._pages.slots(rows[owner], where)),
+            page_table=self._pages.table,
+            page_size=self._pages.page_size,
+            table_row=torch.from_numpy(rows.astype(np.int32)),
+            row_start=torch.from_numpy(start.astype(np.int32)),
+            context=torch.from_numpy(context.astype(np.int32)),
+            mask=None if mask is None else torch.from_numpy(np.ascontiguousarray(mask[0])),
+            mask_start=torch.from_numpy(np.full(len(rows), -1, dtype=np.int64) if mask is None else mask[1]),
+            logit_rows=torch.empty(0, dtype=torch.int64),
+            mask_width=None if mask is None else torch.from_numpy(mask[2].astype(np.int32)),
+        )
+
+
+def find_head(surroundings: Surroundings) -> Path:
+    """The head that is named, or the one that ships for this target.
+
+    Raises:
+        NothingNamed: neither.
+    """
+    named = surroundings.config.draft_head
+    if named:
+        return Path(named).expanduser()
+    shipped = shipped_head(fingerprint(surroundings.target))
+    if shipped is None:
+        raise NothingNamed(
+            f"draft_head: no head ships for '{surroundings.target_name}'; name a file, which `engine train-head` makes"
+        )
+    return shipped
+
+
+def shipped_head(target_fingerprint: str) -> Path | None:
+    """The head in this package that was trained for the target with this fingerprint."""
+    file = Path(str(resources.files("engine.heads"))) / f"{target_fingerprint}.safetensors"
+    return file if file.is_file() else None

@@ -1,0 +1,62 @@
+"""Two drafters in turn: the second drafts for the requests in which the first finds nothing.
+
+By default prompt lookup first, which costs nothing and is right where text repeats itself, then the EAGLE-3 head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from engine.config import DRAFTERS
+from engine.spec.base import Asked, Drafter, DraftTree, Seen, Surroundings, joined, make_drafter, register
+
+
+@register("hybrid")
+class HybridDrafter:
+    """Composes any two others; both see everything that is committed."""
+
+    name = "hybrid"
+    limits = DRAFTERS["hybrid"]
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        first, second = surroundings.config.hybrid
+        self._first: Drafter = make_drafter(first, surroundings)
+        self._second: Drafter = make_drafter(second, surroundings)
+        self.features = tuple(dict.fromkeys((*self._first.features, *self._second.features)))
+        self.alarm_floor = min(self._first.alarm_floor, self._second.alarm_floor)
+        self.lookahead = max(self._first.lookahead, self._second.lookahead)
+
+    def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
+        """See `Drafter.add`."""
+        self._first.add(rid, row, tokens)
+        self._second.add(rid, row, tokens)
+
+    def propose(self, asked: Asked) -> DraftTree:
+        """See `Drafter.propose`."""
+        tree = self._first.propose(asked)
+        empty = (np.diff(tree.start) == 1) & (asked.steps > 0)
+        if not empty.any():
+            return tree
+        return joined(tree, self._second.propose(asked.subset(np.flatnonzero(empty))), empty)
+
+    def observe(self, seen: Seen) -> None:
+        """See `Drafter.observe`."""
+        for drafter in (self._first, self._second):
+            drafter.observe(self._share(seen, drafter))
+
+    def _share(self, seen: Seen, drafter: Drafter) -> Seen:
+        """With the features of this drafter's layers only."""
+        if drafter.features == self.features:
+            return seen
+        width = seen.features.shape[1] // len(self.features)
+        parts = [seen.features[:, width * i : width * (i + 1)] for i in map(self.features.index, drafter.features)]
+        return replace(seen, features=torch.cat(parts, dim=1) if parts else seen.features[:, :0])
+
+    def release(self, rid: int) -> None:
+        """See `Drafter.release`."""
+        self._first.release(rid)
+        self._second.release(rid)
