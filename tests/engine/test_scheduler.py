@@ -166,3 +166,42 @@ def test_all_problems_are_named_at_once(make_core: Callable[..., Core]) -> None:
             make_core(**{name: 10**9})
     assert EngineConfig(api_key="secret").public()["api_key"] == "set"
     assert torch.get_num_threads() >= 1
+
+
+def test_256_streams_at_once_are_served_as_each_would_be_alone(make_core: Callable[..., Core]) -> None:
+    asked = prompts(256, longest=12)
+    core = make_core(NGRAM, max_running_requests=256, kv_tokens=8192)
+    together = generate(core, asked, max_tokens=8)
+    alone = make_core()
+    assert [together[i] for i in (0, 100, 255)] == [generate(alone, [asked[i]], max_tokens=8)[0] for i in (0, 100, 255)]
+
+
+@pytest.mark.parametrize("spec", [SpecConfig(), NGRAM])
+def test_a_long_prompt_holds_up_decoding_by_no_more_than_a_chunk(
+    make_core: Callable[..., Core], spec: SpecConfig
+) -> None:
+    core = make_core(spec, prefill_tokens=16)
+    for rid in range(3):
+        core.scheduler.submit(Submit(rid, (rid + 1, 2, 3), SamplingParams(max_tokens=60)))
+    core.scheduler.step()
+    core.scheduler.submit(Submit(9, tuple(i % 90 + 1 for i in range(150)), SamplingParams(max_tokens=1)))
+    for _ in range(150 // 16):
+        rows = core.round.stats.rows
+        emitted = {update.rid for update in core.scheduler.step()}
+        assert emitted == {0, 1, 2}, "everyone who decodes gets a token every round"
+        assert core.round.stats.rows - rows <= 16 + 3 * (1 + spec.num_steps)
+    assert 9 in {update.rid for update in core.scheduler.step()}
+
+
+def test_under_overload_the_oldest_goes_on_and_nobody_is_overtaken(make_core: Callable[..., Core]) -> None:
+    """New requests without end, in a pool that holds two: equal requests end in order of arrival."""
+    core = make_core(kv_tokens=100, max_running_requests=8, prefix_cache=False)
+    ended: list[int] = []
+    arrived = 0
+    while len(ended) < 30:
+        for _ in range(2 if arrived < 200 else 0):
+            core.scheduler.submit(Submit(arrived, (arrived % 90 + 1, 2, 3), SamplingParams(max_tokens=30)))
+            arrived += 1
+        ended += [update.rid for update in core.scheduler.step() if update.finish]
+    assert core.scheduler.preemptions > 0
+    assert ended == list(range(30))
