@@ -42,7 +42,7 @@ def transformers_model(source: object) -> torch.nn.Module:
         head_dim=c.head_dim,
         max_position_embeddings=c.max_context,
         rms_norm_eps=c.rms_eps,
-        rope_theta=c.rope_theta,
+        rope_theta=c.rope.theta,
         tie_word_embeddings=c.tied,
     )
     model = LlamaForCausalLM(config).to(torch.bfloat16).eval()

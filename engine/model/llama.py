@@ -1,4 +1,4 @@
-"""The Llama family: pre-norm layers with rotary attention and a gated MLP, written once over `Ops`."""
+"""Llama, Qwen2 and Qwen3: pre-norm layers with rotary attention and a gated MLP, written once over `Ops`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engine.memory.pool import KVPool
-from engine.model.config import ModelConfig
 from engine.model.weights import Weights
 from engine.ops.base import Linear, Ops, View
 
@@ -17,6 +16,7 @@ from engine.ops.base import Linear, Ops, View
 class _Layer:
     attention_norm: Tensor
     qkv: Linear
+    head_norms: tuple[Tensor, Tensor] | None
     out: Linear
     mlp_norm: Tensor
     gate_up: Linear
@@ -35,27 +35,37 @@ class Llama:
         def take(name: str, *shape: int) -> Tensor:
             return weights.take(f"{name}.weight", shape, dtype)
 
+        def bias(wanted: bool, *parts: tuple[str, int]) -> Tensor | None:
+            return torch.cat([weights.take(f"{name}.bias", (n,), dtype) for name, n in parts]) if wanted else None
+
         self._embedding = take("model.embed_tokens", config.vocab, h)
         self._layers = []
         for i in range(config.layers):
             at = f"model.layers.{i}"
-            sizes = (("q", q), ("k", kv), ("v", kv))
-            qkv = torch.cat([take(f"{at}.self_attn.{part}_proj", size, h) for part, size in sizes])
-            gate_up = torch.cat([take(f"{at}.mlp.{part}_proj", inner, h) for part in ("gate", "up")])
+            attention, mlp = f"{at}.self_attn", f"{at}.mlp"
+            inputs = [(f"{attention}.{part}_proj", size) for part, size in (("q", q), ("k", kv), ("v", kv))]
+            gates = [(f"{mlp}.{part}_proj", inner) for part in ("gate", "up")]
+            qkv = torch.cat([take(name, size, h) for name, size in inputs])
+            gate_up = torch.cat([take(name, size, h) for name, size in gates])
             self._layers.append(
                 _Layer(
                     attention_norm=take(f"{at}.input_layernorm", h),
-                    qkv=ops.linear(qkv),
-                    out=ops.linear(take(f"{at}.self_attn.o_proj", h, q)),
+                    qkv=ops.linear(qkv, bias(config.qkv_bias, *inputs)),
+                    head_norms=(take(f"{attention}.q_norm", d), take(f"{attention}.k_norm", d))
+                    if config.qk_norm
+                    else None,
+                    out=ops.linear(
+                        take(f"{attention}.o_proj", h, q), bias(config.out_bias, (f"{attention}.o_proj", h))
+                    ),
                     mlp_norm=take(f"{at}.post_attention_layernorm", h),
-                    gate_up=ops.linear(gate_up),
-                    down=ops.linear(take(f"{at}.mlp.down_proj", h, inner)),
+                    gate_up=ops.linear(gate_up, bias(config.mlp_bias, *gates)),
+                    down=ops.linear(take(f"{mlp}.down_proj", h, inner), bias(config.mlp_bias, (f"{mlp}.down_proj", h))),
                 )
             )
         self._norm = take("model.norm", h)
         self._head_weight = self._embedding if config.tied else take("lm_head", config.vocab, h)
         self._head = ops.linear(self._head_weight, as_float=True)
-        self._rope = _rope_tables(config, context_length)
+        self._rope = config.rope.tables(d, context_length)
 
     @property
     def embedding(self) -> Tensor:
@@ -93,6 +103,8 @@ class Llama:
         for i, layer in enumerate(self._layers):
             k_cache, v_cache = pool.layer(i)
             qkv = layer.qkv(normed)
+            if layer.head_norms is not None:
+                self._norm_heads(qkv, *layer.head_norms)
             ops.rope_store(qkv, view, self._rope, k_cache, v_cache, config.q_heads)
             mixed = layer.out(ops.attention(qkv, view, k_cache, v_cache, config.q_heads))
             normed = ops.add_rms_norm(mixed, residual, layer.mlp_norm, eps)
@@ -103,10 +115,10 @@ class Llama:
                 features[:, at : at + config.hidden] = residual
         return normed, features
 
-
-def _rope_tables(config: ModelConfig, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [positions, D / 2]."""
-    d = config.head_dim
-    inverse = 1.0 / config.rope_theta ** (torch.arange(0, d, 2, dtype=torch.float32) / d)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
-    return angles.cos(), angles.sin()
+    def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        """Normalise each head of the queries and the keys in qkv [T, (Q + 2G) D], in place."""
+        d = self.config.head_dim
+        q, kv = self.config.q_heads * d, self.config.kv_heads * d
+        for part, weight in ((qkv[:, :q], q_norm), (qkv[:, q : q + kv], k_norm)):
+            heads = part.reshape(-1, d)
+            part.copy_(self.ops.rms_norm(heads, weight, self.config.rms_eps).view(part.shape))

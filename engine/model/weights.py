@@ -11,7 +11,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from engine.errors import ModelBroken, UnsupportedModel
 from engine.model.config import ModelConfig
 from engine.model.source import ModelSource
 
-_CONVERSION = 1  # raise when the meaning of cached conversions changes
-_GGUF_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
+_CONVERSION = 2  # raise when the meaning of cached conversions changes
+_GGUF_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _GGUF_TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -37,6 +37,8 @@ _GGUF_LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -105,7 +107,10 @@ def _open_folder(folder: Path) -> Weights:
         raise ModelBroken(f"{folder / 'config.json'}: {error} is missing") from error
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelBroken(f"{index}: not a readable index of shards: {error!r}") from error
     else:
         names = ["model.safetensors"]
     missing = [name for name in names if not (folder / name).exists()]
@@ -123,10 +128,10 @@ def _open_converted(path: Path) -> Weights:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             made = Path(folder) / "model.safetensors"
-            save_file(tensors, made, metadata={"config": json.dumps(asdict(config))})
+            save_file(tensors, made, metadata={"config": json.dumps(config.to_dict())})
             made.replace(file)  # atomic: several engines may convert at once
     with safe_open(file, framework="pt") as handle:
-        config = ModelConfig(**json.loads(handle.metadata()["config"]))
+        config = ModelConfig.from_dict(json.loads(handle.metadata()["config"]))
     return Weights(config, files=[file])
 
 
@@ -143,23 +148,23 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelConfig, dict[str, T
         for name, field in reader.fields.items()
         if not name.startswith("tokenizer.") or name == "tokenizer.ggml.tokens"
     }
-    tied = not any(tensor.name == "output.weight" for tensor in reader.tensors)
     try:
-        config = ModelConfig.from_gguf(fields, tied)
+        config = ModelConfig.from_gguf(fields, {tensor.name for tensor in reader.tensors})
     except KeyError as error:
         raise ModelBroken(f"{path}: metadata key {error} is missing") from error
     tensors = {}
     for tensor in reader.tensors:
-        if tensor.name == "rope_freqs.weight":
-            raise UnsupportedModel(f"{path}: rope frequency factors are not supported")
         if tensor.tensor_type.name not in _GGUF_TYPES:
             raise UnsupportedModel(
                 f"{path}: quantisation {tensor.tensor_type.name} is not supported; supported: {', '.join(_GGUF_TYPES)}"
             )
         values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
         values = values.view(*reversed([int(n) for n in tensor.shape]))
+        if tensor.name == "rope_freqs.weight":
+            config = replace(config, rope=replace(config.rope, divisors=tuple(values.tolist())))
+            continue
         for name in _huggingface_name(tensor.name):
-            if name.endswith(("q_proj.weight", "k_proj.weight")):
+            if config.architecture == "llama" and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
                 values = _halves(values, config.q_heads if "q_proj" in name else config.kv_heads)
             tensors[name] = values.to(dtype)
     return config, tensors
@@ -175,6 +180,6 @@ def _huggingface_name(name: str) -> Iterator[str]:
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
-    """From GGUF's interleaved rotary layout [h, D/2, 2] back to halves [h, 2, D/2] along the output rows."""
-    rows, columns = weight.shape
-    return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+    """From the interleaved rotary layout [h, D/2, 2] of Llama's GGUF to halves [h, 2, D/2] along the rows."""
+    rows = weight.shape[0]
+    return weight.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(weight.shape)

@@ -74,7 +74,7 @@ def train_head(
         head_dim=shape.head_dim,
         intermediate=intermediate,
         draft_vocab=draft_vocab,
-        rope_theta=shape.rope_theta,
+        rope_theta=shape.rope.theta,
         layers=feature_layers(shape.layers),
     )
     kept = _kept(folder, train, head)
