@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.config import MOST_DRAFT_TOKENS, EngineConfig
+from engine.config import MOST_DRAFT_TOKENS, EngineConfig, schedule_text
 from engine.errors import InvalidConfig, NothingNamed
 from engine.memory.pool import KVPool, Pages
 from engine.memory.prefix import PrefixCache
@@ -157,9 +157,12 @@ class Core:
             "topk": shape.topk,
             "num_draft_tokens": shape.num_draft_tokens,
             "disable_batch_threshold": spec.disable_batch_threshold or "never",
-            "steps_by_batch": None if spec.steps_by_batch is None else dict(spec.steps_by_batch),
+            "steps_by_batch": schedule_text(spec.steps_by_batch),
             "policy": spec.policy,
             "spec_version": "v2" if self.scheduler.overlapping else "v1",
+            "draft_head": spec.draft_head,
+            "draft_model": spec.draft_model,
+            "hybrid": ",".join(spec.hybrid),
             "ngram_min": spec.ngram_min,
             "ngram_max": spec.ngram_max,
         }

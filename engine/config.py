@@ -64,6 +64,17 @@ def tree_capacity(num_steps: int, topk: int) -> int:
     return 1 + topk + max(0, num_steps - 1) * topk * topk if topk > 1 else 1 + num_steps
 
 
+def schedule_text(table: tuple[tuple[int, int], ...] | None) -> str | None:
+    """`SpecConfig.steps_by_batch` as it is written on a command line: 1:0,8:3,64:0."""
+    return None if table is None else ",".join(f"{size}:{steps}" for size, steps in table)
+
+
+def parse_schedule(text: str) -> tuple[tuple[int, int], ...]:
+    """The inverse of `schedule_text`. Raises ValueError."""
+    pairs = [part.partition(":") for part in text.split(",")]
+    return tuple((int(size), int(steps)) for size, _, steps in pairs)
+
+
 def default_draft_tokens(num_steps: int, topk: int) -> int:
     """Rows to verify when nothing is said: a whole chain, or the part of a tree that is worth its rows."""
     return min(tree_capacity(num_steps, topk), max(16, num_steps + 1)) if topk > 1 else num_steps + 1
@@ -251,6 +262,6 @@ class EngineConfig:
         flat["prefix_cache"] = "on" if self.prefix_cache else "off"
         flat["api_key"] = "set" if self.api_key else None
         flat["disable_batch_threshold"] = self.spec.disable_batch_threshold or "never"
-        flat["steps_by_batch"] = None if self.spec.steps_by_batch is None else dict(self.spec.steps_by_batch)
+        flat["steps_by_batch"] = schedule_text(self.spec.steps_by_batch)
         flat["hybrid"] = ",".join(self.spec.hybrid)
         return flat

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.build import Core
-from engine.config import SpecConfig
+from engine.config import SpecConfig, parse_schedule
 from engine.errors import EngineError, InvalidConfig
 from engine.ipc.messages import TokenUpdate
 from engine.scheduler.lane import InlineLane, ThreadLane
@@ -20,7 +20,7 @@ HOT: dict[str, str] = {
     "num_draft_tokens": "a whole number",
     "spec_version": "text",
     "disable_batch_threshold": "a whole number or 'never'",
-    "steps_by_batch": "an object of running requests to draft depth, or null",
+    "steps_by_batch": "an object of running requests to draft depth, the same as text (1:0,8:3), or null",
     "policy": "text",
 }
 """Each setting and what it takes."""
@@ -88,6 +88,8 @@ def _parsed(name: str, value: Any) -> Any:
 
 
 def _table(value: Any) -> tuple[tuple[int, int], ...]:
+    if isinstance(value, str):
+        return parse_schedule(value)
     if not isinstance(value, Mapping):
         raise ValueError("steps_by_batch")
     table = []

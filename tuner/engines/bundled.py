@@ -18,15 +18,22 @@ from tuner.records import LaunchRecord, Setting
 
 _MODELS = ("smollm2-135m",)
 
+_POLICIES = ("fixed", "adaptive")
+_CHAINS = ("ngram", "draft_model")
 _SPECULATION = {
-    "speculation": SettingSpec("str", "the drafter", choices=("none", "ngram")),
+    "speculation": SettingSpec("str", "the drafter", choices=("none", "ngram", "eagle3", "draft_model", "hybrid")),
     "num_steps": SettingSpec("int", "draft depth per round", low=1, high=8),
-    "topk": SettingSpec("int", "branches per node; 1 is a chain", low=1, high=1),
-    "num_draft_tokens": SettingSpec("int", "rows verified per request and round, root included", low=2, high=9),
-    "spec_version": SettingSpec("str", "v1: synchronous scheduling", choices=("v1",)),
+    "topk": SettingSpec("int", "branches per node; 1 is a chain", low=1, high=8),
+    "num_draft_tokens": SettingSpec("int", "rows verified per request and round, root included", low=2, high=64),
+    "spec_version": SettingSpec("str", "v1: synchronous, v2: overlap scheduling", choices=("v1", "v2")),
     "disable_batch_threshold": SettingSpec(
         "int", "speculate at up to this many running requests", low=1, words=("never",)
     ),
+    "steps_by_batch": SettingSpec("str", "draft depth by running requests, as in 1:0,8:3,64:0"),
+    "policy": SettingSpec("str", "adaptive: go below these depths where acceptance says so", choices=_POLICIES),
+    "draft_head": SettingSpec("str", "file of the eagle3 drafter's head; default: the one that ships"),
+    "draft_model": SettingSpec("str", "model of the draft_model drafter"),
+    "hybrid": SettingSpec("str", "the two drafters that hybrid composes, as in ngram,eagle3"),
     "ngram_min": SettingSpec("int", "shortest suffix looked up by the ngram drafter", low=1),
     "ngram_max": SettingSpec("int", "longest suffix looked up by the ngram drafter", low=1),
 }
@@ -45,12 +52,18 @@ _ENGINE = {
 }
 
 
+_HOT = (
+    *("speculation", "num_steps", "topk", "num_draft_tokens", "spec_version"),
+    *("disable_batch_threshold", "steps_by_batch", "policy"),
+)
+
+
 class BundledEngine:
     """`engine/` of this distribution, on the interpreter that runs the tuner."""
 
     kind = "bundled"
     settings: Mapping[str, SettingSpec] = {**_SPECULATION, **_ENGINE}
-    hot: frozenset[str] = frozenset()
+    hot = frozenset(_HOT)
 
     def problems(self, args: Mapping[str, Any], settings: Mapping[str, Setting]) -> list[str]:
         """See `Engine.problems`."""
@@ -129,20 +142,51 @@ class BundledEngine:
 
 def _combination(values: Mapping[str, Any]) -> list[str]:
     """What is wrong with values that are each valid."""
-    found = []
+    found: list[str] = []
     if values.get("speculation", "none") == "none":
         idle = [name for name in _SPECULATION if name in values and name != "speculation"]
         return [f"{name}: has no meaning while speculation is 'none'; leave it out" for name in idle]
     if "num_steps" not in values:
-        found.append("num_steps: is needed with speculation; valid: a whole number from 1 to 8")
-    elif values.get("num_draft_tokens", values["num_steps"] + 1) != values["num_steps"] + 1:
-        found.append(
-            f"num_draft_tokens: a chain (topk 1) of {values['num_steps']} steps has {values['num_steps'] + 1}, "
-            f"not {values['num_draft_tokens']}"
-        )
+        return [*found, "num_steps: is needed with speculation; valid: a whole number from 1 to 8"]
+    steps, topk = values["num_steps"], values.get("topk", 1)
+    rows = values.get("num_draft_tokens", _draft_tokens(steps, topk))
+    if topk > 1 and values["speculation"] in _CHAINS:
+        found.append(f"topk: the drafter '{values['speculation']}' only chains; valid: 1")
+    elif topk == 1 and rows != steps + 1:
+        found.append(f"num_draft_tokens: a chain (topk 1) of {steps} steps has {steps + 1}, not {rows}")
+    elif topk > 1 and rows > _capacity(steps, topk):
+        most = _capacity(steps, topk)
+        found.append(f"num_draft_tokens: a tree of {steps} steps and topk {topk} holds at most {most}, not {rows}")
+    if "steps_by_batch" in values:
+        found += _schedule(str(values["steps_by_batch"]), steps)
+        if values.get("disable_batch_threshold", "never") != "never":
+            found.append("steps_by_batch: cannot be combined with disable_batch_threshold, a short form of it")
     if {"ngram_min", "ngram_max"} <= values.keys() and values["ngram_min"] > values["ngram_max"]:
         found.append(f"ngram_min: {values['ngram_min']} is above ngram_max ({values['ngram_max']})")
     return found
+
+
+def _capacity(steps: int, topk: int) -> int:
+    """Nodes of the largest tree, root included."""
+    return min(64, 1 + topk + (steps - 1) * topk * topk) if topk > 1 else steps + 1
+
+
+def _draft_tokens(steps: int, topk: int) -> int:
+    """What the engine verifies when it is not told."""
+    return min(_capacity(steps, topk), max(16, steps + 1))
+
+
+def _schedule(text: str, steps: int) -> list[str]:
+    try:
+        table = [(int(size), int(depth)) for size, depth in (part.split(":") for part in text.split(","))]
+    except ValueError:
+        return [f"steps_by_batch: '{text}' is not of the form 1:0,8:3,64:0"]
+    sizes = [size for size, _ in table]
+    if sizes[0] != 1 or sizes != sorted(set(sizes)):
+        return ["steps_by_batch: the numbers of requests must begin with 1 and rise, as in 1:0,8:3,64:0"]
+    if any(not 0 <= depth <= steps for _, depth in table):
+        return [f"steps_by_batch: a depth is outside 0 to num_steps ({steps})"]
+    return []
 
 
 def _complete(values: dict[str, Any]) -> dict[str, Any]:
@@ -151,8 +195,9 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
     if values["speculation"] != "none":
         values.setdefault("topk", 1)
         values.setdefault("spec_version", "v1")
-        values.setdefault("num_draft_tokens", values["num_steps"] + 1)
-        values.setdefault("disable_batch_threshold", "never")
+        values.setdefault("num_draft_tokens", _draft_tokens(values["num_steps"], values["topk"]))
+        if "steps_by_batch" not in values:
+            values.setdefault("disable_batch_threshold", "never")
     return values
 
 

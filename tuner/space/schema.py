@@ -16,7 +16,10 @@ def _setting(value: Any) -> Any:
         return value
     if value is None:
         raise ValueError("has no value; write one, or 'none' in the sense of off, or leave the key out")
-    raise ValueError("must be one number, text or boolean")
+    if isinstance(value, dict) and value and all(type(x) is int for pair in value.items() for x in pair):
+        # A schedule (steps_by_batch) is one value: its text is what tells two of them apart.
+        return ",".join(f"{size}:{steps}" for size, steps in sorted(value.items()))
+    raise ValueError("must be one number, text, boolean, or a schedule of whole numbers ({1: 0, 8: 3})")
 
 
 def _argument(value: Any) -> Any:

@@ -75,6 +75,13 @@ class TestBundled:
         }
         assert record.settings == {"speculation": "ngram", "num_steps": 3, "disable_batch_threshold": 8}
 
+    def test_a_tree_and_a_schedule_are_told_in_full(self) -> None:
+        record = bundled({"speculation": "eagle3", "num_steps": 2, "topk": 4, "steps_by_batch": "1:2,8:0"})
+        assert flags(record)["--num-draft-tokens"] == "16"
+        assert flags(record)["--steps-by-batch"] == "1:2,8:0"
+        assert "disable_batch_threshold" not in record.expected
+        assert BUNDLED.hot >= {"speculation", "num_steps", "steps_by_batch"}
+
     def test_never_is_passed_as_never(self) -> None:
         record = bundled({"speculation": "ngram", "num_steps": 1, "disable_batch_threshold": "never"})
         assert flags(record)["--disable-batch-threshold"] == "never"
@@ -91,7 +98,11 @@ class TestBundled:
             ),
             ({"speculation": "ngram", "num_steps": True}, {}, "num_steps: True is not valid"),
             ({"speculation": "ngram"}, {}, "num_steps: is needed"),
-            ({"speculation": "ngram", "num_steps": 2, "topk": 4}, {}, "topk: 4 is not valid"),
+            ({"speculation": "ngram", "num_steps": 2, "topk": 4}, {}, "the drafter 'ngram' only chains"),
+            ({"speculation": "eagle3", "num_steps": 2, "topk": 4, "num_draft_tokens": 30}, {}, "holds at most 21"),
+            ({"speculation": "eagle3", "num_steps": 2, "steps_by_batch": "1:0,8:3"}, {}, "outside 0 to num_steps"),
+            ({"speculation": "eagle3", "num_steps": 2, "steps_by_batch": "8:2"}, {}, "must begin with 1"),
+            ({"speculation": "eagle3", "num_steps": 2, "steps_by_batch": "1-2"}, {}, "not of the form"),
             ({"speculation": "ngram", "num_steps": 2, "num_draft_tokens": 4}, {}, "has 3, not 4"),
             ({"speculation": "none", "num_steps": 2}, {}, "has no meaning while speculation is 'none'"),
             ({"speculation": "ngram", "num_steps": 2, "ngram_min": 5, "ngram_max": 3}, {}, "above ngram_max"),
