@@ -16,7 +16,8 @@ from engine.model.llama import Llama
 from engine.model.source import ModelSource, resolve
 from engine.model.weights import open_weights
 from engine.ops.base import Ops
-from engine.ops.native import NativeOps, NativeUnavailable, cpu_flags
+from engine.ops.grouped import KINDS
+from engine.ops.native import NativeOps, NativeUnavailable, fast_bfloat16
 from engine.ops.reference import ReferenceOps
 from engine.scheduler.core import Scheduler
 from engine.scheduler.lane import ThreadLane
@@ -143,6 +144,7 @@ class Core:
         spec, shape = self.gate.config, self.gate.config.shape
         return {
             "dtype": str(self.model.dtype).removeprefix("torch."),
+            "weights": self.model.kind,
             "context_length": self.context_length,
             "kv_tokens": self.pages.total * self.pages.page_size,
             "page_size": self.pool.page_size,
@@ -169,7 +171,8 @@ class Core:
 
 
 _REASONS = {
-    "dtype": "auto: bfloat16 where the CPU multiplies it natively, else float32",
+    "dtype": "auto: bfloat16 where it is multiplied fast, else float32",
+    "weights": "auto: in dtype",
     "context_length": "not given: what the model was trained for",
     "kv_tokens": "not given, or rounded up to whole pages",
     "threads": "not given: the cores this process may use",
@@ -188,14 +191,15 @@ def build(config: EngineConfig) -> Core:
         raise InvalidConfig("; ".join(problems))
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     dtype = _dtype(config.dtype)
-    ops, paths = _ops(dtype)
+    kind = _weights(config.weights, dtype)
+    ops, paths = _ops(dtype, kind)
     source = resolve(config.model)
-    weights = open_weights(source, dtype)
+    weights = open_weights(source, dtype, whole_numbers=kind in KINDS)
     trained = weights.config.max_context
     context_length = config.context_length or trained
     if context_length > trained:
         raise InvalidConfig(f"context_length: {context_length} is more than the model's {trained}")
-    model = Llama(weights, ops, dtype, context_length + 2 * MOST_DRAFT_TOKENS)
+    model = Llama(weights, ops, dtype, context_length + 2 * MOST_DRAFT_TOKENS, kind)
     weights.close()
     page_size = config.page_size
     page_count = -(-_kv_tokens(config, model, context_length) // page_size)
@@ -260,10 +264,14 @@ def _check_memory(kv_tokens: int, model: Llama) -> None:
 def _dtype(name: str) -> torch.dtype:
     if name != "auto":
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-    return torch.bfloat16 if cpu_flags() & {"avx512_bf16", "amx_bf16"} else torch.float32
+    return torch.bfloat16 if fast_bfloat16() else torch.float32
 
 
-def _ops(dtype: torch.dtype) -> tuple[Ops, dict[str, dict[str, str]]]:
+def _weights(name: str, dtype: torch.dtype) -> str:
+    return name if name != "auto" else "bf16" if dtype == torch.bfloat16 else "fp32"
+
+
+def _ops(dtype: torch.dtype, weights: str) -> tuple[Ops, dict[str, dict[str, str]]]:
     try:
         ops: Ops = NativeOps(dtype)
         state, reason = "active", ""
@@ -271,7 +279,8 @@ def _ops(dtype: torch.dtype) -> tuple[Ops, dict[str, dict[str, str]]]:
         ops, state, reason = ReferenceOps(), "fell_back", str(error)
     paths = {"native_kernels": {"state": state, "detail": reason}}
     paths |= {
-        f"kernel.{operation}": {"state": "active", "detail": kernel} for operation, kernel in ops.describe().items()
+        f"kernel.{operation}": {"state": "active", "detail": kernel}
+        for operation, kernel in ops.describe(weights).items()
     }
     return ops, paths
 

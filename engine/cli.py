@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.config import DEFAULT_STEPS, DTYPES, POLICIES, SPECULATION, EngineConfig, SpecConfig, default_draft_tokens
+from engine.config import (
+    DEFAULT_STEPS,
+    DTYPES,
+    POLICIES,
+    SPECULATION,
+    WEIGHTS,
+    EngineConfig,
+    SpecConfig,
+    default_draft_tokens,
+)
 from engine.errors import EngineError
 from engine.logs import FORMATS, LEVELS, configure_logging
 
@@ -55,6 +64,9 @@ def serve(
         str | None, _option("Key that clients must send.", envvar="ENGINE_API_KEY", show_envvar=True)
     ] = None,
     dtype: Annotated[str, _option(f"Of weights and activations: {', '.join(DTYPES)}.")] = EngineConfig.dtype,
+    weights: Annotated[
+        str, _option(f"How the linear layers' weights are kept: {', '.join(WEIGHTS)}; auto: in dtype.")
+    ] = EngineConfig.weights,
     context_length: Annotated[
         int | None, _option("Longest prompt + output, in tokens; default: what the model was trained for.")
     ] = None,
@@ -121,6 +133,7 @@ def serve(
         port=port,
         api_key=api_key or None,
         dtype=dtype,
+        weights=weights,
         context_length=context_length,
         kv_tokens=kv_tokens,
         page_size=page_size,

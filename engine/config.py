@@ -36,6 +36,7 @@ _MOST = {
     "threads": 1024,
 }
 DTYPES = ("auto", "bfloat16", "float32")
+WEIGHTS = ("auto", "bf16", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,8 @@ class EngineConfig:
 
     Args:
         model: known name, .gguf file, Hugging Face folder or hub id (`engine.model.source` resolves it).
-        dtype: of weights and activations; "auto" is bfloat16 where the machine has fast instructions for it.
+        dtype: of activations, and of weights unless `weights` says otherwise; "auto" is bfloat16 where it is fast.
+        weights: how the linear layers' weights are kept; "auto": in `dtype`. With int4 the output layer is int8.
         context_length: longest prompt + output, in tokens; None: what the model was trained for.
         kv_tokens: size of the KV pool in tokens; None: 1024 per running request, at least one full context, at most
             half of the free memory.
@@ -229,6 +231,7 @@ class EngineConfig:
     port: int = 30000
     api_key: str | None = field(default=None, repr=False)
     dtype: str = "auto"
+    weights: str = "auto"
     context_length: int | None = None
     kv_tokens: int | None = None
     page_size: int = 16
@@ -247,6 +250,8 @@ class EngineConfig:
         found = self.spec.problems()
         if self.dtype not in DTYPES:
             found.append(f"dtype: '{self.dtype}' is unknown; valid: {', '.join(DTYPES)}")
+        if self.weights not in WEIGHTS:
+            found.append(f"weights: '{self.weights}' is unknown; valid: {', '.join(WEIGHTS)}")
         for name, most in _MOST.items():
             value = getattr(self, name)
             if value is not None and not 1 <= value <= most:

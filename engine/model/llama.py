@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.memory.pool import KVPool
 from engine.model.weights import Weights
 from engine.ops.base import Linear, Ops, View
+from engine.ops.grouped import KINDS, stack
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,26 @@ class _Layer:
 class Llama:
     """A loaded model. `forward` is the only thing that touches the cache; it holds no state of requests."""
 
-    def __init__(self, weights: Weights, ops: Ops, dtype: torch.dtype, context_length: int) -> None:
+    def __init__(self, weights: Weights, ops: Ops, dtype: torch.dtype, context_length: int, kind: str = "auto") -> None:
+        """`kind`: of the linear layers' weights, see `Ops.linear`; the output layer is int8 where they are int4."""
         config = weights.config
-        self.config, self.ops, self.dtype = config, ops, dtype
+        self.config, self.ops, self.dtype, self.kind = config, ops, dtype, kind
         h, d = config.hidden, config.head_dim
         q, kv, inner = config.q_heads * d, config.kv_heads * d, config.intermediate
 
         def take(name: str, *shape: int) -> Tensor:
             return weights.take(f"{name}.weight", shape, dtype)
 
-        def bias(wanted: bool, *parts: tuple[str, int]) -> Tensor | None:
-            return torch.cat([weights.take(f"{name}.bias", (n,), dtype) for name, n in parts]) if wanted else None
+        def linear(*parts: tuple[str, int], columns: int, bias: bool) -> Linear:
+            """Of weights [size, columns] one below the other, by name and size."""
+            shift = torch.cat([weights.take(f"{name}.bias", (n,), dtype) for name, n in parts]) if bias else None
+            if kind in KINDS:
+                shapes = [(f"{name}.weight", (size, columns)) for name, size in parts]
+                found = [weights.take_grouped(name, shape, kind) for name, shape in shapes]
+                numbers = [weight for weight in found if weight is not None]
+                if len(numbers) == len(parts):
+                    return ops.linear(stack(numbers), shift)
+            return ops.linear(torch.cat([take(name, size, columns) for name, size in parts]), shift, weights=kind)
 
         self._embedding = take("model.embed_tokens", config.vocab, h)
         self._layers = []
@@ -45,26 +55,26 @@ class Llama:
             attention, mlp = f"{at}.self_attn", f"{at}.mlp"
             inputs = [(f"{attention}.{part}_proj", size) for part, size in (("q", q), ("k", kv), ("v", kv))]
             gates = [(f"{mlp}.{part}_proj", inner) for part in ("gate", "up")]
-            qkv = torch.cat([take(name, size, h) for name, size in inputs])
-            gate_up = torch.cat([take(name, size, h) for name, size in gates])
             self._layers.append(
                 _Layer(
                     attention_norm=take(f"{at}.input_layernorm", h),
-                    qkv=ops.linear(qkv, bias(config.qkv_bias, *inputs)),
+                    qkv=linear(*inputs, columns=h, bias=config.qkv_bias),
                     head_norms=(take(f"{attention}.q_norm", d), take(f"{attention}.k_norm", d))
                     if config.qk_norm
                     else None,
-                    out=ops.linear(
-                        take(f"{attention}.o_proj", h, q), bias(config.out_bias, (f"{attention}.o_proj", h))
-                    ),
+                    out=linear((f"{attention}.o_proj", h), columns=q, bias=config.out_bias),
                     mlp_norm=take(f"{at}.post_attention_layernorm", h),
-                    gate_up=ops.linear(gate_up, bias(config.mlp_bias, *gates)),
-                    down=ops.linear(take(f"{mlp}.down_proj", h, inner), bias(config.mlp_bias, (f"{mlp}.down_proj", h))),
+                    gate_up=linear(*gates, columns=h, bias=config.mlp_bias),
+                    down=linear((f"{mlp}.down_proj", h), columns=inner, bias=config.mlp_bias),
                 )
             )
         self._norm = take("model.norm", h)
         self._head_weight = self._embedding if config.tied else take("lm_head", config.vocab, h)
-        self._head = ops.linear(self._head_weight, as_float=True)
+        head_kind = "int8" if kind in KINDS else kind
+        head_name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+        numbers = weights.take_grouped(head_name, (config.vocab, h), head_kind)
+        head = self._head_weight if numbers is None else numbers
+        self._head = ops.linear(head, as_float=True, weights=head_kind)
         self._rope = config.rope.tables(d, context_length)
 
     @property

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from engine.cache import cache_dir
 from engine.errors import ModelBroken, UnsupportedModel
+from engine.model.blocks import Blocks, cached_blocks, grouped
 from engine.model.config import ModelConfig
 from engine.model.source import ModelSource
+from engine.ops.grouped import GroupedWeight
 
 _CONVERSION = 2  # raise when the meaning of cached conversions changes
 _GGUF_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -52,6 +54,7 @@ class Weights:
 
     def __init__(self, config: ModelConfig, files: list[Path] | None = None, tensors: dict[str, Tensor] | None = None):
         self.config = config
+        self.blocks: Blocks | None = None
         self._tensors = dict(tensors or {})
         self._stack = ExitStack()
         self._by_name: dict[str, Any] = {}
@@ -78,13 +81,18 @@ class Weights:
             raise ModelBroken(f"tensor '{name}' has shape {tuple(tensor.shape)}, expected {shape}")
         return tensor.to(dtype)
 
+    def take_grouped(self, name: str, shape: tuple[int, ...], kind: str) -> GroupedWeight | None:
+        """Tensor `name` as the whole numbers the file holds; None where it does not hold it in this kind."""
+        weight = self.blocks.get(name) if self.blocks is not None else None
+        return weight if weight is not None and weight.kind == kind and weight.shape == shape else None
+
     def close(self) -> None:
         """Release the files."""
         self._stack.close()
 
 
-def open_weights(source: ModelSource, dtype: torch.dtype) -> Weights:
-    """Weights of a resolved model.
+def open_weights(source: ModelSource, dtype: torch.dtype, whole_numbers: bool = False) -> Weights:
+    """Weights of a resolved model; `whole_numbers`: also for `Weights.take_grouped`, where the file has such.
 
     Raises:
         UnsupportedModel: an architecture or quantisation this engine does not compute.
@@ -92,10 +100,15 @@ def open_weights(source: ModelSource, dtype: torch.dtype) -> Weights:
     """
     if source.kind == "hf":
         return _open_folder(Path(source.path))
+    path = Path(source.path)
     if dtype != torch.bfloat16:
-        config, tensors = _read_gguf(Path(source.path), dtype)
-        return Weights(config, tensors=tensors)
-    return _open_converted(Path(source.path))
+        config, tensors = _read_gguf(path, dtype)
+        weights = Weights(config, tensors=tensors)
+    else:
+        weights = _open_converted(path)
+    if whole_numbers:
+        weights.blocks = cached_blocks(path, lambda: _read_blocks(path, weights.config))
+    return weights
 
 
 def _open_folder(folder: Path) -> Weights:
@@ -168,6 +181,24 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelConfig, dict[str, T
                 values = _halves(values, config.q_heads if "q_proj" in name else config.kv_heads)
             tensors[name] = values.to(dtype)
     return config, tensors
+
+
+def _read_blocks(path: Path, config: ModelConfig) -> dict[str, GroupedWeight]:
+    from gguf import GGUFReader
+
+    found = {}
+    for tensor in GGUFReader(path).tensors:
+        weight = (
+            grouped(tensor.tensor_type.name, torch.from_numpy(tensor.data.copy())) if tensor.data.ndim == 2 else None
+        )
+        for name in _huggingface_name(tensor.name):
+            interleaved = config.architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight"))
+            if weight is not None and interleaved:
+                order = torch.arange(weight.shape[0]).unsqueeze(1)
+                weight = weight.rows(_halves(order, config.q_heads if "q_proj" in name else config.kv_heads).flatten())
+            if weight is not None:
+                found[name] = weight
+    return found
 
 
 def _huggingface_name(name: str) -> Iterator[str]:

@@ -61,8 +61,8 @@ class Ops(Protocol):
 
     name: str
 
-    def describe(self) -> dict[str, str]:
-        """Kernel by operation."""
+    def describe(self, weights: str) -> dict[str, str]:
+        """Kernel by operation, for a model whose linear layers keep their weights so (see `linear`)."""
         ...
 
     def linear(
@@ -74,7 +74,7 @@ class Ops(Protocol):
             weight: values, or whole numbers as they are.
             bias: [out].
             as_float: results in float32 whatever the type of x (logits).
-            weights: how values are kept: "bf16", "int8" or "int4" (`engine.ops.grouped`), "auto" in their own type.
+            weights: how values are kept: "bf16", "int8" or "int4" (`engine.ops.grouped`); else in their own type.
         """
         ...
 

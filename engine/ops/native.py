@@ -134,6 +134,14 @@ def library() -> ctypes.CDLL:
     return lib
 
 
+def fast_bfloat16() -> bool:
+    """Whether bfloat16 weights are multiplied at memory speed here, by these kernels or by torch."""
+    try:
+        return bool(library().st_lanes() or library().st_tiles())
+    except NativeUnavailable:
+        return bool(cpu_flags() & {"avx512_bf16", "amx_bf16"})
+
+
 class NativeOps:
     """Kernels for activations of one type, float32 or bfloat16.
 
@@ -160,17 +168,17 @@ class NativeOps:
         self._rope_store = getattr(lib, "st_rope_store" + suffix)
         self._attention = getattr(lib, "st_attention" + suffix)
 
-    def describe(self) -> dict[str, str]:
-        """Kernel by operation."""
-        vectors = f"native, vectors of {32 * self._lanes} bits" if self._lanes else "torch"
-        return {
-            "linear.bf16": "native, matrix tiles" if self._tiles else vectors,
-            "linear.fp32": "torch",
-            "linear.int8": f"{vectors}, 8-bit dot products",
-            "linear.int4": f"{vectors}, 4 by 8-bit dot products",
-            "attention": "native, paged",
-            "other": "native",
-        }
+    def describe(self, weights: str) -> dict[str, str]:
+        """See `Ops.describe`."""
+        linear = "torch"
+        if weights in KINDS and self._lanes:
+            linear = f"{weights} in whole numbers, vectors of {32 * self._lanes} bits"
+        elif weights == "bf16" and self._tiles:
+            linear = "bf16, matrix tiles"
+        elif weights == "bf16" and self._lanes:
+            linear = f"bf16, vectors of {32 * self._lanes} bits"
+        output = {"output layer": linear.replace("int4", "int8")} if weights == "int4" else {}
+        return {"linear": f"{linear}, any number of rows", **output, "attention": "native, paged", "other": "native"}
 
     def linear(
         self, weight: Tensor | GroupedWeight, bias: Tensor | None = None, as_float: bool = False, weights: str = "auto"

@@ -15,9 +15,9 @@ class ReferenceOps:
 
     name = "reference"
 
-    def describe(self) -> dict[str, str]:
-        """Kernel by operation."""
-        return {"linear": "torch", "attention": "torch, gathered", "other": "torch"}
+    def describe(self, weights: str) -> dict[str, str]:
+        """See `Ops.describe`."""
+        return {"linear": f"{weights}, torch", "attention": "torch, gathered", "other": "torch"}
 
     def linear(
         self, weight: Tensor | GroupedWeight, bias: Tensor | None = None, as_float: bool = False, weights: str = "auto"

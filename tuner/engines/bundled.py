@@ -39,6 +39,7 @@ _SPECULATION = {
 }
 _ENGINE = {
     "dtype": SettingSpec("str", "of weights and activations", choices=("auto", "bfloat16", "float32")),
+    "weights": SettingSpec("str", "of the linear layers", choices=("auto", "bf16", "int8", "int4")),
     "context_length": SettingSpec("int", "longest prompt + output, in tokens", low=1),
     "kv_tokens": SettingSpec("int", "size of the KV pool, in tokens", low=1),
     "page_size": SettingSpec("int", "tokens per KV page", low=1),
