@@ -62,7 +62,7 @@ def tiny_head(core: Core, file: Path, *, seed: int = 0, draft_vocab: int = 60) -
         head_dim=config.head_dim,
         intermediate=64,
         draft_vocab=draft_vocab,
-        rope_theta=config.rope_theta,
+        rope_theta=config.rope.theta,
         layers=(0, 1, 2),
     )
     weights = {name: torch.randn(size) * (0.3 if len(size) > 1 else 1) for name, size in shape.parameters().items()}
