@@ -18,6 +18,9 @@ from engine.reconfigure import reconfigure
 log = logging.getLogger("engine.worker")
 
 _WARM_RID = -1
+_CHECK_TOKENS = 40
+_CHECK_SHARE = 0.3
+"""Of the expected drafts accepted; a few tokens after one prompt say no more than that."""
 
 
 def main(config: EngineConfig, connection: Connection) -> int:
@@ -47,11 +50,37 @@ def main(config: EngineConfig, connection: Connection) -> int:
 
 
 def warm_up(core: Core) -> None:
-    """Generate real tokens through the scheduler, and leave no trace in the counters."""
+    """Generate real tokens through the scheduler, look whether the drafter works, and leave no trace in the counters.
+
+    A drafter that falls far below what is known of it leaves a correct and slow server: it is said, and `/server_info`
+    shows the path as failed.
+    """
     tokens = max(2, core.gate.config.num_steps + 1)
     prompt = tuple(i % core.model.config.vocab for i in range(1, 33))
     room = min(core.context_length, core.pages.total * core.pages.page_size)
     prompt, tokens = prompt[: max(1, room - tokens)], min(tokens, max(1, room - 1))
+    _generate(core, prompt, tokens)
+    check = core.drafter.check
+    if check is not None and core.gate.shape(1).num_steps and len(check.prompt) + _CHECK_TOKENS <= room:
+        core.round.stats = type(core.round.stats)()
+        _generate(core, tuple(check.prompt), _CHECK_TOKENS)
+        stats = core.round.stats
+        reached = 1 + stats.accepted / max(1, stats.verify_steps)
+        detail = f"accept length {reached:.2f} at start, {check.accept_length:.2f} expected at depth 3"
+        state = "active" if reached - 1 >= _CHECK_SHARE * min(1.0, check.accept_length - 1) else "failed"
+        core.paths["drafter"] = {"state": state, "detail": detail}
+        if state == "failed":
+            log.warning("speculation with %s hardly works: %s; is this head for this model?", core.drafter.name, detail)
+    core.scheduler.check()
+    core.prefix.flush()
+    core.prefix.queried_tokens = core.prefix.hit_tokens = 0
+    core.scheduler.finished = 0
+    core.round.stats = type(core.round.stats)()
+    core.gate.transitions = 0
+    core.gate.current = None
+
+
+def _generate(core: Core, prompt: tuple[int, ...], tokens: int) -> None:
     refused = core.scheduler.submit(Submit(_WARM_RID, prompt, SamplingParams(max_tokens=tokens, ignore_eos=True)))
     if refused is not None:
         raise RuntimeError(f"warm-up request refused: {refused.error}")
@@ -63,13 +92,6 @@ def warm_up(core: Core) -> None:
             made += len(update.token_ids)
     if made != tokens:
         raise RuntimeError(f"warm-up generated {made} tokens instead of {tokens}")
-    core.prefix.flush()
-    core.scheduler.check()
-    core.prefix.queried_tokens = core.prefix.hit_tokens = 0
-    core.scheduler.finished = 0
-    core.round.stats = type(core.round.stats)()
-    core.gate.transitions = 0
-    core.gate.current = None
 
 
 def serve(core: Core, connection: Connection) -> None:

@@ -43,6 +43,14 @@ class DraftTree:
 
 
 @dataclass(frozen=True)
+class Check:
+    """How a drafter was seen to do: tokens emitted per verify step after this prompt, greedily, at depth 3."""
+
+    prompt: Sequence[int]
+    accept_length: float
+
+
+@dataclass(frozen=True)
 class Asked:
     """B requests that want drafts.
 
@@ -99,6 +107,7 @@ class Drafter(Protocol):
     `features`: target layers whose outputs `observe` wants. `lookahead`: how many tokens beyond its own position an
     entry of the drafter's own cache depends on (a prefix that is shared between requests must agree in those too).
     `alarm_floor`: the share of first drafts that a working one never falls below, 0 where nothing can be said.
+    `check`: what it should reach at start, where that is known.
     """
 
     name: str
@@ -106,6 +115,7 @@ class Drafter(Protocol):
     features: tuple[int, ...]
     lookahead: int
     alarm_floor: float
+    check: Check | None
 
     def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
         """A request begins (or begins again after preemption) with these tokens. None of them has been run yet, but

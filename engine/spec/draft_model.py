@@ -18,7 +18,7 @@ from engine.model.llama import Llama
 from engine.model.source import resolve
 from engine.model.weights import open_weights
 from engine.ops.base import View
-from engine.spec.base import Asked, DraftTree, Seen, Surroundings, padded_chains, register
+from engine.spec.base import Asked, Check, DraftTree, Seen, Surroundings, padded_chains, register
 
 
 @register("draft_model")
@@ -30,6 +30,7 @@ class DraftModelDrafter:
     features: tuple[int, ...] = ()
     lookahead = 0
     alarm_floor = 0.05
+    check: Check | None = None
 
     def __init__(self, surroundings: Surroundings) -> None:
         name, target = surroundings.config.draft_model, surroundings.target

@@ -22,6 +22,7 @@ from engine.model.head_file import fingerprint, load_head
 from engine.ops.base import View
 from engine.spec.base import (
     Asked,
+    Check,
     DraftTree,
     Seen,
     Surroundings,
@@ -47,6 +48,8 @@ class Eagle3Drafter:
         self.file = find_head(surroundings)
         loaded = load_head(self.file, target, surroundings.target_name)
         self.about = loaded.about
+        told = loaded.about.get("check")
+        self.check: Check | None = Check(told["prompt"], told["accept_length"]) if told else None
         self._head = Eagle3Head(
             loaded.shape,
             loaded.weights,

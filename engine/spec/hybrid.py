@@ -28,6 +28,7 @@ class HybridDrafter:
         self._second: Drafter = make_drafter(second, surroundings)
         self.features = tuple(dict.fromkeys((*self._first.features, *self._second.features)))
         self.alarm_floor = min(self._first.alarm_floor, self._second.alarm_floor)
+        self.check = self._second.check
         self.lookahead = max(self._first.lookahead, self._second.lookahead)
 
     def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.config import DRAFTERS
-from engine.spec.base import Asked, DraftTree, Seen, Surroundings, register, roots_and_chains
+from engine.spec.base import Asked, Check, DraftTree, Seen, Surroundings, register, roots_and_chains
 
 
 @register("none")
@@ -17,6 +17,7 @@ class NullDrafter:
     features: tuple[int, ...] = ()
     lookahead = 0
     alarm_floor = 0.0
+    check: Check | None = None
 
     def __init__(self, surroundings: Surroundings) -> None:
         del surroundings

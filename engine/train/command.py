@@ -43,7 +43,7 @@ def train_head(
     threads: int | None,
     generate_tokens: int = 0,
 ) -> Path:
-    """Train, or go on with, the head in `folder`; returns the folder.
+    """Train, or go on with, the head in `folder`; returns the finished head, which `--draft-head` serves.
 
     `generate_tokens` response tokens of the target's own are made first, and kept in the folder beside the corpus.
 
@@ -101,7 +101,10 @@ def train_head(
             bar.update(task, completed=standing.tokens, description=f"loss {standing.loss:.3f}")
 
         trainer.run(train, tick, _SAVE_EVERY_S)
-    return folder
+    made = folder / "head.safetensors"
+    sources = ", ".join(sorted(file.name for file in corpus)) or "made by this command"
+    trainer.export(made, source.name, f"{responses} response tokens of the target's own answers ({sources})")
+    return made
 
 
 def _generate(core: Core, frame: ChatFrame, file: Path, tokens: int, stop: Sequence[int]) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.model.eagle3 import HeadShape
+from engine.model.head_file import fingerprint, save_head
 from engine.train.corpus import ChatFrame, Conversation
 from engine.train.evaluate import Acceptance, simulate
 from engine.train.head import SoftCrossEntropy, Unroll, rms
@@ -157,6 +158,34 @@ class Trainer:
         made = self._checkpoint.with_suffix(".new")
         torch.save(state, made)
         made.replace(self._checkpoint)
+
+    def export(self, file: Path, target_name: str, corpus: str) -> None:
+        """Write the averaged weights as a head that the engine serves, with its training log.
+
+        `corpus`: a sentence about where the conversations come from.
+        """
+        about = {
+            "target": target_name,
+            "target_fingerprint": fingerprint(self._teacher.model),
+            "licence": "Apache-2.0",
+            "corpus": corpus,
+            "recipe": asdict(self.recipe),
+            "trained_tokens": self.progress.tokens,
+            "steps": self.progress.steps,
+            "curve": self.progress.curve,
+            "check": self._check(),
+        }
+        save_head(file, self.shape, self.averaged, self.kept, about)
+
+    def _check(self) -> dict[str, object]:
+        """A held-out prompt and the accept length there, for the engine's own check at start."""
+        one, length = self._bench.taught[0], self._bench.prompt_lengths[0]
+        measured = simulate(self.shape, self.averaged, self._embedding, self.kept, [one], [length], 3)
+        return {
+            "prompt": one.tokens[:length].tolist(),
+            "tokens": len(one.tokens) - length,
+            "accept_length": round(measured.accept_length, 3),
+        }
 
     def _final_norm(self) -> Tensor:
         return self._teacher.model.final_norm.float()

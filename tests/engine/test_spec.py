@@ -264,6 +264,7 @@ class Branching:
     features: tuple[int, ...] = ()
     lookahead = 0
     alarm_floor = 0.0
+    check = None
 
     def __init__(self, continuation: dict[int, list[int]], rng: np.random.Generator) -> None:
         self.full, self.rng, self.length = continuation, rng, {}

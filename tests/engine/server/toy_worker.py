@@ -68,6 +68,9 @@ def main(config: EngineConfig, connection: Connection) -> int:
                 counters["toy_aborts_total"] += running.pop(message.rid, None) is not None
             elif isinstance(message, Ask):
                 counters["toy_running"] = len(running)
+                if message.what == "reconfigure":
+                    connection.send(Answer(message.ticket, _reconfigured(message.arguments["changes"])))
+                    continue
                 connection.send(Answer(message.ticket, info if message.what == "info" else counters))
             elif isinstance(message, Shutdown):
                 return 0
@@ -88,6 +91,13 @@ def main(config: EngineConfig, connection: Connection) -> int:
         counters['toy_rounds_total{by="one"}'] += 1
         connection.send(Tokens(tuple(updates)))
         time.sleep(0.002)
+
+
+def _reconfigured(changes: dict) -> dict:
+    if "bad" in changes:
+        return {"refused": "bad: is bad"}
+    time.sleep(changes.get("slow", 0))
+    return {"applied": changes, "effective": changes, "epoch": 1}
 
 
 def _next(request: Submit, done: int, most: int) -> tuple[list[int], str | None]:
