@@ -56,7 +56,7 @@ def _option(help_text: str, *names: str, **more: Any) -> Any:
 
 @app.command()
 def serve(
-    model: Annotated[str, _option("Known name, .gguf file, or Hugging Face folder.")] = EngineConfig.model,
+    model: Annotated[str, _option("Known name, .gguf file, Hugging Face folder, or hub id.")] = EngineConfig.model,
     host: Annotated[str, _option("Address to listen on.")] = EngineConfig.host,
     port: Annotated[int, _option("Port to listen on; 0 picks a free one.")] = EngineConfig.port,
     served_model_name: Annotated[str | None, _option("What clients call the model; default: its own name.")] = None,
@@ -187,6 +187,26 @@ def fetch(model: Annotated[str, typer.Argument(help="A known model.")] = EngineC
     except EngineError as error:
         logging.getLogger(__name__).error("%s", error)
         raise typer.Exit(error.exit_code) from error
+
+
+@app.command("export-hf")
+def export_hf(
+    folder: Annotated[str, typer.Argument(help="A new or empty folder.")],
+    model: Annotated[str, _option("Known name or .gguf file.")] = EngineConfig.model,
+) -> None:
+    """Write a GGUF model as a Hugging Face folder (bfloat16), for engines that read those."""
+    from pathlib import Path
+
+    configure_logging("info")
+    from engine.export import export_folder
+    from engine.model.source import resolve
+
+    try:
+        export_folder(resolve(model), Path(folder))
+    except EngineError as error:
+        logging.getLogger(__name__).error("%s", error)
+        raise typer.Exit(error.exit_code) from error
+    typer.echo(folder)
 
 
 def _refuse(problems: list[str]) -> None:

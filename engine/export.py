@@ -19,6 +19,9 @@ from engine.model.source import ModelSource
 from engine.model.weights import open_weights
 from engine.text.tokenizer import load_tokenizer
 
+LLAMA3_CONTEXT = 8192
+"""Tokens that every Llama 3 was first trained with."""
+
 
 def export_folder(source: ModelSource, target: Path) -> None:
     """Write config, tokenizer, chat template and bfloat16 weights to `target`, all or nothing.
@@ -48,7 +51,9 @@ def export_folder(source: ModelSource, target: Path) -> None:
         tensors = {name: weights.get(name).contiguous() for name in weights.names()}
         save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
         weights.close()
-        scratch.chmod(0o777 & ~_umask())
+        mask = _umask()
+        scratch.chmod(0o777 & ~mask)
+        (scratch / "model.safetensors").chmod(0o666 & ~mask)
         if target.exists():
             target.rmdir()
         scratch.rename(target)
@@ -61,9 +66,9 @@ def _named(config: ModelConfig) -> Rope:
     rope = config.rope
     if not rope.divisors:
         return rope
-    named = replace(rope, divisors=(), scaling="llama3", factor=max(rope.divisors), original_context=8192)
+    named = replace(rope, divisors=(), scaling="llama3", factor=max(rope.divisors), original_context=LLAMA3_CONTEXT)
     if not torch.allclose(rope.angles(config.head_dim), named.angles(config.head_dim), rtol=1e-4):
-        raise UnsupportedModel("the file's rope frequency factors are not those of llama3's scaling over 8192 tokens")
+        raise UnsupportedModel("the file's rope frequency factors are not those of llama3's scaling")
     return named
 
 

@@ -58,7 +58,8 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         "server": {"config", "errors", "ipc", "logs", "model", "text", "worker"},
         "train": {"build", "cache", "config", "errors", "ipc", "memory", "model", "ops", "text"},
         "logs": set(),
-        "cli": {"cache", "config", "errors", "logs", "model", "server", "train"},
+        "export": {"errors", "model", "text"},
+        "cli": {"cache", "config", "errors", "export", "logs", "model", "server", "train"},
     },
 }
 

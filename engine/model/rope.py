@@ -97,20 +97,23 @@ class Rope:
 
     def tables(self, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [positions, D / 2]."""
-        inverse = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         size = 1.0
+        if self.scaling == "yarn":
+            stretched = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+            size = stretched if self.attention_factor is None else self.attention_factor
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), self.angles(head_dim))
+        return angles.cos() * size, angles.sin() * size
+
+    def angles(self, head_dim: int) -> Tensor:
+        """By which each pair turns per position, float32 [D / 2]."""
+        inverse = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         if self.divisors:
             inverse = inverse / torch.tensor(self.divisors)
         if self.scaling == "linear":
-            inverse = inverse / self.factor
-        elif self.scaling == "llama3":
-            inverse = self._llama3(inverse)
-        elif self.scaling == "yarn":
-            inverse = self._yarn(inverse, head_dim)
-            stretched = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-            size = stretched if self.attention_factor is None else self.attention_factor
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
-        return angles.cos() * size, angles.sin() * size
+            return inverse / self.factor
+        if self.scaling == "llama3":
+            return self._llama3(inverse)
+        return self._yarn(inverse, head_dim) if self.scaling == "yarn" else inverse
 
     def _llama3(self, inverse: Tensor) -> Tensor:
         turns = self.original_context * inverse / (2 * math.pi)

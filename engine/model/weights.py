@@ -86,6 +86,14 @@ class Weights:
         weight = self.blocks.get(name) if self.blocks is not None else None
         return weight if weight is not None and weight.kind == kind and weight.shape == shape else None
 
+    def names(self) -> list[str]:
+        """Of all tensors not taken yet."""
+        return sorted({*self._tensors, *self._by_name})
+
+    def get(self, name: str) -> Tensor:
+        """Tensor `name` as it is kept."""
+        return self._tensors[name] if name in self._tensors else self._by_name[name].get_tensor(name)
+
     def close(self) -> None:
         """Release the files."""
         self._stack.close()

@@ -49,6 +49,7 @@ class Tokenizer:
         self._spell, self._strips_space = token_bytes_for(backend.decoder)
         self._spelled: dict[int, bytes] = {}
         self._template = ChatTemplate(chat_template, template_tokens or {}) if chat_template else None
+        self._template_source, self._names = chat_template, dict(template_tokens or {})
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of `text`, which must be valid Unicode. `add_special` puts the beginning-of-text token first where the
@@ -84,6 +85,22 @@ class Tokenizer:
         """As `decode`, but with special tokens as they are written."""
         text = b"".join(map(self.literal_bytes, token_ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._strips_space else text
+
+    @property
+    def begin_token_id(self) -> int | None:
+        """The beginning-of-text token, where the model names one."""
+        name = self._names.get("bos_token")
+        found: int | None = None if name is None else self._backend.token_to_id(name)
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write it the way Hugging Face folders hold it: tokenizer.json, tokenizer_config.json, chat_template.jinja."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self._names}
+        if self._template_source:
+            settings["chat_template"] = self._template_source
+            (folder / "chat_template.jinja").write_text(self._template_source, encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt text of a conversation, up to where the assistant's answer begins.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,12 @@ def packed(values: np.ndarray, kind: gguf.GGMLQuantizationType, rng: np.random.G
         return blocks.reshape(values.shape[0], -1)
 
 
-def write_gguf(folder: Path, file: Path, kind: gguf.GGMLQuantizationType | None = None) -> dict[str, torch.Tensor]:
+def write_gguf(
+    folder: Path,
+    file: Path,
+    kind: gguf.GGMLQuantizationType | None = None,
+    more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+) -> dict[str, torch.Tensor]:
     """The model in `folder` as GGUF, matrices as `kind`; the values that the file then holds, by Hugging Face name."""
     config = json.loads((folder / "config.json").read_text())
     arch, rope = config["model_type"], config["rope_parameters"]
@@ -207,6 +213,7 @@ def write_gguf(folder: Path, file: Path, kind: gguf.GGMLQuantizationType | None 
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
+    more(writer)
     if rope["rope_type"] in ("yarn", "linear"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -214,7 +221,7 @@ def write_gguf(folder: Path, file: Path, kind: gguf.GGMLQuantizationType | None 
     if rope["rope_type"] == "llama3":
         found = ModelConfig.from_huggingface(config)
         plain = rope["rope_theta"] ** -(np.arange(0, 16, 2) / 16)
-        scaled = found.rope.tables(16, 2)[1][1].double().arcsin().numpy()  # the angle at position 1
+        scaled = found.rope.angles(16).numpy()
         writer.add_tensor("rope_freqs.weight", (plain / scaled).astype(np.float32))
     rng = np.random.default_rng(0)
     held = {}

@@ -134,8 +134,10 @@ def test_files_and_folders_are_found(tmp_path):
     ("model", "message"),
     [
         ("smollm2", "did you mean 'smollm2-135m'"),
-        ("HuggingFaceTB/Other", "hub ids are not supported yet"),
-        ("nothing like it", "does not exist; valid: smollm2-135m, a .gguf file, or a Hugging Face folder"),
+        (
+            "nothing like it",
+            "does not exist; valid: smollm2-135m, a .gguf file, a Hugging Face folder .*, or a hub id",
+        ),
         ("", "does not exist"),
     ],
 )

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import importlib.metadata
 import importlib.util
+import re
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
@@ -20,6 +21,7 @@ _MODELS = ("smollm2-135m",)
 
 _POLICIES = ("fixed", "adaptive")
 _CHAINS = ("ngram", "draft_model")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _SPECULATION = {
     "speculation": SettingSpec("str", "the drafter", choices=("none", "ngram", "eagle3", "draft_model", "hybrid")),
     "num_steps": SettingSpec("int", "draft depth per round", low=1, high=8),
@@ -131,12 +133,14 @@ class BundledEngine:
 
     def check_model(self, model: str) -> str | None:
         """See `Engine.check_model`."""
-        valid = f"valid: {', '.join(_MODELS)}, a .gguf file, or a Hugging Face folder (with config.json)"
+        valid = f"valid: {', '.join(_MODELS)}, a .gguf file, a Hugging Face folder (with config.json), or a hub id"
         path = Path(model).expanduser()
         if model in _MODELS or path.is_file():
             return None
         if path.is_dir():
             return None if (path / "config.json").is_file() else f"the folder '{model}' has no config.json; {valid}"
+        if _HUB_ID.fullmatch(model):  # whether the hub has it is found out when it is fetched
+            return None
         close = difflib.get_close_matches(model.lower(), _MODELS, n=1, cutoff=0.5)
         return f"'{model}' does not exist{f'; did you mean {close[0]!r}?' if close else ''}; {valid}"
 
@@ -207,6 +211,8 @@ def _located(model: str) -> tuple[str, str]:
     if model in _MODELS:
         return model, model
     path = Path(model).expanduser().resolve()
+    if not path.exists():
+        return model, model.rpartition("/")[2]
     return str(path), path.stem if path.is_file() else path.name
 
 
