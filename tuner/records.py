@@ -44,12 +44,27 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class ContainerRef:
+    """The container that a launch record's command makes.
+
+    `runtime` is the program (docker or podman), also the command's first word; `image` names the image by digest.
+    With the network `bridge` the port is published on this machine's loopback; with `host` the server listens there.
+    """
+
+    runtime: str
+    image: str
+    network: str
+
+
+@dataclass(frozen=True)
 class LaunchRecord:
     """All that is needed to start one server. Trials are launched from it and exports are renderings of it.
 
     `env` is the difference to the surrounding environment: a value sets, None removes, "" sets to empty.
     `expected` holds the settings that must be in effect, in neutral names; a candidate whose server reports
-    otherwise is not scored. A POST to `flush_path` empties the server's prefix cache; None: it has none.
+    otherwise is not scored. A POST to `flush_path` empties the server's prefix cache; None: it has none. `container` is
+    set where the command runs one: its `env` is then that of the runtime's client, and the server's variables stand in
+    the command. `log_rules` are the user's own, before the engine's.
     """
 
     engine: str
@@ -66,6 +81,8 @@ class LaunchRecord:
     info_path: str | None = "/server_info"
     flush_path: str | None = None
     simulated: bool = False
+    container: ContainerRef | None = None
+    log_rules: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def base_url(self) -> str:
@@ -73,13 +90,17 @@ class LaunchRecord:
         return f"http://{self.host}:{self.port}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; `from_dict` reverses it."""
-        return {**asdict(self), "argv": list(self.argv)}
+        """Plain JSON types; `from_dict` reverses it. What is not used is left out, so that hashes of it last."""
+        data = {**asdict(self), "argv": list(self.argv), "log_rules": [dict(rule) for rule in self.log_rules]}
+        unused = ("container", "log_rules", "flush_path")
+        return {name: value for name, value in data.items() if value or name not in unused}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LaunchRecord:
         """The record that `to_dict` wrote."""
-        return cls(**{**data, "argv": tuple(data["argv"])})
+        container = ContainerRef(**data["container"]) if data.get("container") else None
+        rules = tuple(data.get("log_rules", ()))
+        return cls(**{**data, "argv": tuple(data["argv"]), "container": container, "log_rules": rules})
 
 
 @dataclass(frozen=True)
@@ -87,7 +108,8 @@ class Failure:
     """Why a launch or a block has no result.
 
     `kind` is one of the failure classes (`startup_crash`, `oom_under_load`, …; docs/failures.md lists them).
-    `phase` is one of start, ready, smoke, readback, bench, stop. `blame` says whom it is held against.
+    `phase` is one of start, ready, smoke, readback, bench, stop. `blame` says whom it is held against. `stage` is what
+    a server that was not ready yet last said it was doing ("loading weights"), where its log rules know.
     """
 
     kind: str
@@ -97,6 +119,7 @@ class Failure:
     exit_status: int | None = None
     blame: Literal["candidate", "environment"] = "candidate"
     retryable: bool = False
+    stage: str = ""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def command(
     """Validate a space file: every problem at once, with its line and the nearest valid name."""
     from tuner.study.controller import described
     from tuner.study.planner import POLICIES, planned_pairs
-    from tuner.study.session import read_space
+    from tuner.study.session import current_fingerprint, read_space
 
     space = read_space(file, tuple(overrides or ()), profile)
     listed = space.listed()
@@ -31,3 +31,4 @@ def command(
     say(f"budget: {space.budget.launches} launches, {2 * pairs} of them to confirm the best ({space.profile} profile)")
     if pairs < 4:
         say("note: a claim needs 4 pairs of confirmation, so at least 10 launches")
+    current_fingerprint(space)  # what a launch needs and is not here: an engine, a key, a container runtime, an image

@@ -31,7 +31,7 @@ def command(
     problems = clear(found) if clean else []
     still = leftovers() if clean else found
     problems += [
-        f"launch {left.launch} of a dead tuner (study {left.study}) still runs as {', '.join(map(str, left.pids))}; "
+        f"launch {left.launch} of a dead tuner (study {left.study}) still runs as {left.named}; "
         "clear it with: tuner doctor --clean"
         for left in still
     ]
@@ -86,6 +86,7 @@ def _engines(problems: list[str]) -> dict[str, str | None]:
 
     from tuner.engines.base import get_engine
     from tuner.errors import EnvironmentBroken
+    from tuner.launch import container
 
     found: dict[str, str | None] = {}
     try:
@@ -99,8 +100,14 @@ def _engines(problems: list[str]) -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[package] = None
     found["llama_server"] = shutil.which("llama-server")
-    found["docker"] = shutil.which("docker")
-    found["podman"] = shutil.which("podman")
+    for runtime in container.RUNTIMES:
+        found[runtime] = None
+        if shutil.which(runtime):
+            try:
+                found[runtime] = container.version(runtime)
+            except EnvironmentBroken as error:
+                # Only a study with a container needs it, and it says so itself.
+                found[runtime] = f"cannot be used: {str(error).partition(': ')[2].partition('. ')[0]}"
     return found
 
 
@@ -135,6 +142,9 @@ def _print(facts: dict[str, Any]) -> None:
     for left in facts["leftovers"]:
         holds = "; ".join(
             f"{name} {', '.join(map(str, left[name]))}" for name in ("pids", "ports", "segments") if left[name]
+        )
+        holds = "; ".join(
+            [*filter(None, [holds]), *(f"{runtime} container {n[:12]}" for runtime, n in left["containers"])]
         )
         row("leftover", f"study {left['study']}, launch {left['launch']}: {holds}")
     if facts["cleaned"]:

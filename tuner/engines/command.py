@@ -8,12 +8,14 @@
         ready_path: /health
         info_path: /server_info
         served_model: my-model
+        log_rules: [{kind: oom, pattern: 'arena is full'}]
         tp: 2
 
 `{name}` stands for `host`, `port`, `model`, a parameter or another key of `args`; `{{` and `}}` are plain braces.
 For an inactive parameter, `{name?}` drops the element and, when it is all of the element, the flag in front of it.
 Parameters that are environment variables are called `env.NAME` and need no placeholder. There is no shell: an element
-is one argument, whatever it holds.
+is one argument, whatever it holds. `log_rules` say what lines of this server's log mean, before the generic rules do:
+a list, or the name of a YAML file with such a list.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ from __future__ import annotations
 import difflib
 import string
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tuner.engines.base import Mismatch, SettingSpec, compare, duplicates, env_problems
 from tuner.errors import UsageError
 from tuner.records import LaunchRecord, Setting
 
-_OWN = ("command", "ready_path", "info_path", "served_model", "version")
+_OWN = ("command", "ready_path", "info_path", "served_model", "version", "log_rules")
 _BUILT_IN = ("host", "port", "model")
 
 
@@ -104,6 +109,7 @@ class CommandEngine:
             served_model=str(args.get("served_model", model)),
             ready_path=str(args.get("ready_path", "/health")),
             info_path=str(args["info_path"]) if "info_path" in args else None,
+            log_rules=_log_rules(args.get("log_rules", ())),
         )
 
     def mismatches(self, record: LaunchRecord, server_info: Mapping[str, Any]) -> list[Mismatch]:
@@ -118,6 +124,20 @@ class CommandEngine:
     def check_model(self, model: str) -> str | None:
         """Only the server can tell; an empty name is wrong everywhere."""
         return None if model.strip() else "is empty"
+
+
+def _log_rules(rules: Any) -> tuple[Mapping[str, Any], ...]:
+    """The rules of a list or a file; what is wrong with them is found before a study begins.
+
+    Raises:
+        UsageError: the file cannot be read any more.
+    """
+    if not isinstance(rules, str):
+        return tuple(rules)
+    try:
+        return tuple(yaml.safe_load(Path(rules).read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError) as error:
+        raise UsageError(f"args.log_rules: {rules} cannot be read: {error}") from error
 
 
 def _values(args: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:

@@ -163,6 +163,9 @@ def _parts(record: LaunchRecord, index: int) -> list[str]:
             return ["", name, ""]
         if element == f"{flag}={value}":
             return [f"{flag}=", name, ""]
+    if before == "--publish" and element == f"{host}:{port}:{port}":
+        # A container's port outside and inside: the server in it is told the same.
+        return ["", "host", ":", "port", ":", "port", ""]
     shown = f"[{host}]" if ":" in host else host
     address = re.compile(rf"(?<![\w.:-]){re.escape(shown)}:{port}(?!\d)")
     parts: list[str] = []

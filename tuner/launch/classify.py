@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import signal
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tuner.launch.kinds import Phase, failure
 from tuner.launch.rules import Rule, RuleBook, rule_book
@@ -59,6 +61,9 @@ def classify(
     port: int | None = None,
     symptom: str | None = None,
     seen: str = "",
+    own_rules: Sequence[Mapping[str, Any]] = (),
+    never_ran: str = "",
+    oom_killed: bool = False,
 ) -> Failure:
     """The class of one failure, with evidence.
 
@@ -72,8 +77,11 @@ def classify(
         port: the port of the launch. A conflict about another one is the machine's passing trouble.
         symptom: the class when the log names no better one; needed when the process lives.
         seen: what the tuner itself saw ("no token for 30 s"), for the message.
+        own_rules: the user's log rules, which come before the engine's.
+        never_ran: why the runtime of a container did not run it, which is none of the server's doing.
+        oom_killed: whether the system ended a process of the container for want of memory.
     """
-    book = rule_book(engine)
+    book = rule_book(engine, own_rules)
     errors = _errors(log, book)
     before = _errors(earlier, book)
     cause = next((error for error in errors if error.rule), None)
@@ -81,7 +89,14 @@ def classify(
     first = cause or next(iter(raised or errors), None)
     ended = _ended(exit_status)
 
-    if cause and cause.rule:
+    if never_ran:
+        kind, seen = "env_broken", f"{seen}; {never_ran}" if seen else never_ran
+    elif oom_killed:
+        kind, seen = (
+            _oom(phase),
+            f"{seen}; memory ran out in its container" if seen else "memory ran out in its container",
+        )
+    elif cause and cause.rule:
         kind = _kind(cause, phase, port)
     elif phase in ("smoke", "readback") and any(not error.wrapper for error in before):
         kind, first = "partial_init", next(error for error in before if not error.wrapper)
@@ -92,8 +107,26 @@ def classify(
     else:
         kind = symptom or _CRASH[phase]
 
-    message = "; ".join(part for part in (seen, ended, first.line if first else "") if part)
-    return failure(kind, phase, message, _evidence(first, before + errors, log or earlier), exit_status)
+    stage = _stage(log, first, book) if phase in ("start", "ready") else ""
+    during = f"while {stage}" if stage else ""
+    message = "; ".join(part for part in (seen, ended, first.line if first else "", during) if part)
+    evidence = _evidence(first, before + errors, log or earlier)
+    return replace(failure(kind, phase, message, evidence, exit_status), stage=stage)
+
+
+def _stage(log: str, first: _Error | None, book: RuleBook) -> str:
+    """What the server last said it was doing before its first error; "" where no rule knows."""
+    stage = ""
+    for raw in log.splitlines():
+        line = _ANSI.sub("", raw)
+        if first is not None and first.line and first.line in line:
+            break
+        stage = book.stage(line) or stage
+    return stage
+
+
+def _oom(phase: Phase) -> str:
+    return "oom_startup" if phase in ("start", "ready") else "oom_under_load"
 
 
 def _kind(cause: _Error, phase: Phase, port: int | None) -> str:
@@ -102,7 +135,7 @@ def _kind(cause: _Error, phase: Phase, port: int | None) -> str:
     if kind == "crash":
         return _CRASH[phase]
     if kind == "oom":
-        return "oom_startup" if phase in ("start", "ready") else "oom_under_load"
+        return _oom(phase)
     if kind == "port_conflict" and port is not None:
         ports = {int(number) for number in re.findall(r"(?:[:,]\s?|port:? )(\d{2,5})\b", cause.line)}
         return "port_conflict" if not ports or port in ports else "transient_env"

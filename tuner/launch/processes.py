@@ -23,7 +23,8 @@ MARKER = "SPEC_TUNER_MARKER"
 """The environment variable that every process of a launch inherits."""
 
 _PR_SET_CHILD_SUBREAPER = 36
-_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+"""Clock ticks per second, the unit of start times in /proc."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def look(pid: int) -> Process | None:
         group=int(fields[2]),
         session=int(fields[3]),
         started=int(fields[19]),
-        cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS,
+        cpu_s=(int(fields[11]) + int(fields[12])) / TICKS,
         zombie=fields[0] in "ZX",
     )
 

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self, TypeVar
@@ -19,15 +19,18 @@ import httpx
 from tuner.errors import LaunchFailed
 from tuner.launch import gpu, logs, ports
 from tuner.launch.classify import classify
+from tuner.launch.container import LaunchContainer
 from tuner.launch.kinds import Phase, failure
 from tuner.launch.processes import (
     MARKER,
     Family,
+    Process,
     adopt_orphans,
     bytes_read,
     look,
     marker_text,
     send,
+    snapshot,
     sockets,
     wait_until,
 )
@@ -86,6 +89,9 @@ class StopReport:
         segments_left: those that could not be removed.
         gpu_memory_back: whether GPU memory is where it was before the start; None without `nvidia-smi`. Another
             program's use of the same GPU counts too.
+        gpu_before: MiB in use by GPU index before the start; None without `nvidia-smi`.
+        containers_left: ids of containers that could not be removed.
+        runtime: of the launch's container; "" without one.
     """
 
     exit_status: int | None
@@ -97,12 +103,30 @@ class StopReport:
     segments_removed: tuple[str, ...] = ()
     segments_left: tuple[str, ...] = ()
     gpu_memory_back: bool | None = None
+    gpu_before: Mapping[int, int] | None = None
+    containers_left: tuple[str, ...] = ()
+    runtime: str = ""
+
+    @property
+    def unclean(self) -> tuple[str, ...]:
+        """What is left of the launch, in words; empty when nothing is."""
+        found = []
+        if self.leftovers:
+            found.append(f"processes {', '.join(map(str, self.leftovers))} cannot be ended")
+        if self.containers_left:
+            found.append(f"containers {', '.join(name[:12] for name in self.containers_left)} cannot be removed")
+        if self.segments_left:
+            found.append(f"shared memory {', '.join(self.segments_left)} cannot be removed")
+        if self.gpu_memory_back is False:
+            found.append("GPU memory is not back where it was before the start")
+        if not self.port_free:
+            found.append("its port is still taken")
+        return tuple(found)
 
     @property
     def clean(self) -> bool:
         """Whether nothing is left of the launch."""
-        gone = not self.leftovers and not self.segments_left
-        return gone and self.port_free and self.gpu_memory_back is not False
+        return not self.unclean
 
 
 @dataclass(frozen=True)
@@ -150,6 +174,8 @@ class Server:
         limits: LaunchLimits,
         segments: SegmentWatch,
         gpu_before: Mapping[int, int] | None,
+        container: LaunchContainer | None = None,
+        api_key: str | None = None,
     ) -> None:
         self.record = record
         self.log_path = log.path
@@ -161,6 +187,8 @@ class Server:
         self._log = log
         self._segments = segments
         self._gpu_before = gpu_before
+        self._container = container
+        self._api_key = api_key
         self._family = Family(process.pid, marker, lambda: log.pump_pid)
         self._ready_at: int | None = None
         self._proven_at: int | None = None
@@ -175,6 +203,7 @@ class Server:
         marker: Mapping[str, str],
         log_path: Path | str,
         limits: LaunchLimits | None = None,
+        api_key: str | None = None,
     ) -> Server:
         """Starts the record's command in a session of its own; returns at once, long before it is ready.
 
@@ -185,6 +214,7 @@ class Server:
             log_path: gets what the server writes to its output and error streams; replaced when it exists. The
                 beginning stays for good, of what comes later the last part (`tuner.launch.logs`).
             limits: how long to wait for what.
+            api_key: sent as a bearer token with every request; it stands in no message and no record.
 
         Raises:
             LaunchFailed: when the port is taken, or the program cannot be executed. Nothing runs then.
@@ -202,9 +232,13 @@ class Server:
             log = logs.LaunchLog(Path(log_path), {**os.environ, MARKER: text})
         except OSError as error:
             raise LaunchFailed(failure("env_broken", "start", f"the log cannot be written: {error}")) from error
+        container, argv = None, record.argv
+        if record.container is not None:
+            container = LaunchContainer(record.container, text, Path(log_path).with_suffix(".cid"))
+            argv = container.command(record)
         try:
             process = subprocess.Popen(
-                record.argv,
+                argv,
                 stdin=subprocess.DEVNULL,
                 stdout=log.write_end,
                 stderr=subprocess.STDOUT,
@@ -218,7 +252,7 @@ class Server:
                 failure("env_broken", "start", f"'{record.argv[0]}' cannot be started: {error}")
             ) from error
         log.started()
-        return cls(record, process, text, log, limits or LaunchLimits(), segments, gpu_before)
+        return cls(record, process, text, log, limits or LaunchLimits(), segments, gpu_before, container, api_key)
 
     def __enter__(self) -> Self:
         return self
@@ -251,7 +285,7 @@ class Server:
         """
         self._phase = "ready"
         began = time.monotonic()
-        progress = _Progress(self._family, self._log, self._segments)
+        progress = _Progress(self._family, self._log, self._segments, self._contained)
         next_watch = began
         while True:
             reply = self._ask("GET", self.record.ready_path, timeout_s=5.0, phase="ready", between=progress.check)
@@ -355,6 +389,8 @@ class Server:
             except BaseException:
                 # Interrupted while waiting: no more patience with the server, but it must not be left behind.
                 self._kill_family()
+                if self._container is not None:
+                    self._container.sweep(self.limits.gone_s)
                 self._log.close()
                 raise
         return self._report
@@ -377,7 +413,8 @@ class Server:
         def request() -> _Reply:
             try:
                 # Proxies of the surroundings must not stand between us and a server on this machine.
-                with httpx.Client(trust_env=False, timeout=timeout_s) as client:
+                headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+                with httpx.Client(trust_env=False, timeout=timeout_s, headers=headers) as client:
                     response = client.request(method, url, json=body)
                     return _Reply(response.status_code, response.text)
             except httpx.TimeoutException:
@@ -426,15 +463,32 @@ class Server:
         listening = ports.listeners(self.record.port, self.record.host)
         if listening is None:
             return
-        own = frozenset[int]().union(*(sockets(process.pid) for process in self._family.living()))
+        family = [*self._family.living(), *self._contained()]
+        own = frozenset[int]().union(*(sockets(process.pid) for process in family))
         if listening - own or not listening:
             if not self.alive:
                 raise LaunchFailed(self._classify("ready"))
             # The listener may have closed between the answer and this look.
             listening = ports.listeners(self.record.port, self.record.host) or frozenset()
-            if listening - own:
+            if listening - own and not self._vouched(listening - own):
                 message = f"a process that is not part of this launch answers on port {self.record.port}"
                 raise LaunchFailed(failure("port_conflict", "ready", message, self.log_tail()))
+
+    def _contained(self) -> list[Process]:
+        """The processes of the launch's container; none without one."""
+        return self._container.processes() if self._container is not None else []
+
+    def _vouched(self, listening: frozenset[int]) -> bool:
+        """Whether listeners that no process of ours holds are the container's all the same.
+
+        A runtime that runs as root hides whose they are. Then the container has to run, and on a published port to
+        publish it; on the host's network nobody else who can be seen may hold the listener (the port was free before).
+        """
+        if self._container is None or (state := self._container.state()) is None or not state.running:
+            return False
+        if self._container.ref.network != "host":
+            return self.record.port in state.ports
+        return not any(sockets(pid) & listening for pid in snapshot())
 
     def _check_smoke(self, path: str, reply: _Reply) -> None:
         if reply.status == 200:
@@ -473,16 +527,32 @@ class Server:
         before_decode = phase in ("smoke", "readback") and self._proven_at is None
         since = self._proven_at or (self._ready_at if before_decode else None) or 0
         self._log.drain()
-        return classify(
+        status = self._process.poll()
+        container = self._container
+        ended = container is not None and status is not None
+        found = classify(
             logs.read(self.log_path, since, limit=_LOG_LIMIT),
             phase=phase,
-            exit_status=self._process.poll(),
+            exit_status=status,
             engine=self.record.engine,
             earlier=logs.read(self.log_path, 0, self._ready_at, _LOG_LIMIT) if before_decode and self._ready_at else "",
             port=self.record.port,
             symptom=symptom,
             seen=seen,
+            own_rules=self.record.log_rules,
+            never_ran=container.ended_by_runtime(status) if container is not None and ended else "",
+            oom_killed=bool(container is not None and ended and (state := container.state()) and state.oom_killed),
         )
+        return self._without_key(found)
+
+    def _without_key(self, found: Failure) -> Failure:
+        """A server may repeat in an answer or its log what it was sent."""
+        if not self._api_key:
+            return found
+        hidden = {
+            name: getattr(found, name).replace(self._api_key, "(the API key)") for name in ("message", "evidence")
+        }
+        return replace(found, **hidden)
 
     def _position(self) -> int:
         """Where the log stands now, everything that the server has written so far included."""
@@ -499,15 +569,21 @@ class Server:
         began = time.monotonic()
         deadline = began + self.limits.grace_s
         self._look()
+        escalated, stuck = (
+            self._container.end(self.limits.grace_s, self.limits.gone_s) if self._container else (False, ())
+        )
         if self.alive:
             self._signal_group(signal.SIGTERM)
         wait_until(lambda: not self.alive, deadline - time.monotonic())
-        escalated = self.alive
+        escalated = escalated or self.alive
         if not escalated:
             # The server has ended in order; what it told to end with it gets a moment to do so.
             wait_until(lambda: not self._family.living(), min(1.0, max(0.0, deadline - time.monotonic())))
         killed = self._kill_family()
         leftovers = tuple(process.pid for process in self._family.living())
+        if self._container is not None:
+            # Of a client that ended between asking for a container and having its id.
+            stuck = tuple({*stuck, *self._container.sweep(self.limits.gone_s)})
         self._log.close()
         removed, left = self._segments.clear()
         gpu_back = gpu.wait_for(self._gpu_before, self.limits.gone_s)
@@ -522,6 +598,9 @@ class Server:
             segments_removed=removed,
             segments_left=left,
             gpu_memory_back=gpu_back,
+            gpu_before=self._gpu_before,
+            containers_left=stuck,
+            runtime=self._container.ref.runtime if self._container is not None else "",
         )
 
     def _signal_group(self, number: signal.Signals) -> None:
@@ -555,8 +634,15 @@ class _Progress:
 
     _EVERY_S = 0.5
 
-    def __init__(self, family: Family, log: logs.LaunchLog, segments: SegmentWatch) -> None:
+    def __init__(
+        self,
+        family: Family,
+        log: logs.LaunchLog,
+        segments: SegmentWatch,
+        contained: Callable[[], list[Process]] = list,
+    ) -> None:
         self._family = family
+        self._contained = contained
         self._log_file = log
         self._segments = segments
         self.at = time.monotonic()
@@ -577,6 +663,7 @@ class _Progress:
     def _look(self) -> tuple[int, float, int]:
         family = self._family.living()
         self._segments.look(process.pid for process in family)
+        family += self._contained()
         cpu = sum(process.cpu_s for process in family)
         return self._log_file.size, cpu, sum(bytes_read(process.pid) for process in family)
 

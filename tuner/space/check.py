@@ -18,7 +18,7 @@ from tuner.records import Candidate, Setting
 from tuner.space.document import Document, Path, dotted
 from tuner.space.expression import Expression, ExpressionError, parse
 from tuner.space.problems import Problem, unknown
-from tuner.space.schema import ObjectiveSection, SpaceFile
+from tuner.space.schema import ContainerSection, ObjectiveSection, SpaceFile
 from tuner.space.space import Cycle, Parameter, Space, in_order, visible
 
 OBJECTIVES = ("speedup", "throughput")
@@ -59,11 +59,15 @@ class Outside:
         engine_for: kind → its facts; raises `UsageError` for an unknown kind.
         check_prompts: raises `UsageError` when there is no such prompt set.
         env_problems: what cannot be in an environment difference, one sentence each.
+        container_problems: of a kind of engine and its container section: where in it, and a sentence.
+        rule_problems: of the user's log rules, a list or the name of a file: where in them, and a sentence.
     """
 
     engine_for: Callable[[str], EngineFacts] | None = None
     check_prompts: Callable[[str], object] | None = None
     env_problems: Callable[[Mapping[str, str | None]], list[str]] | None = None
+    container_problems: Callable[[str, ContainerSection], list[tuple[Path, str]]] | None = None
+    rule_problems: Callable[[Any], list[tuple[Path, str]]] | None = None
 
 
 class Checker:
@@ -137,6 +141,7 @@ class Checker:
         engine = self._engine(file, outside)
         self._names(file, engine)
         self._environment(file, outside)
+        self._server(file, outside)
         self._objective(file.objective)
         if file.budget.launches < 2:
             self.report(("budget", "launches"), "1 launch is only the baseline; at least 2 are needed, 10 to confirm")
@@ -160,6 +165,18 @@ class Checker:
                 for i, choice in enumerate(section.choices or ()):
                     for problem in outside.env_problems({name.removeprefix("env."): str(choice)}):
                         self.report(("parameters", name, "choices", i), problem.partition(": ")[2])
+
+    def _server(self, file: SpaceFile, outside: Outside) -> None:
+        """The parts of the engine section that are the same for every engine."""
+        engine = file.engine
+        if engine.api_key_env is not None and not ENV_NAME.fullmatch(f"env.{engine.api_key_env}"):
+            self.report(("engine", "api_key_env"), "names the variable that holds the key; this is no such name")
+        if engine.container is not None and outside.container_problems is not None:
+            for place, message in outside.container_problems(engine.kind, engine.container):
+                self.report(("engine", "container", *place), message)
+        if "log_rules" in engine.args and outside.rule_problems is not None:
+            for place, message in outside.rule_problems(engine.args["log_rules"]):
+                self.report(("engine", "args", "log_rules", *place), message)
 
     def _guarded(self, path: Path, check: Callable[[], object]) -> None:
         try:

@@ -24,8 +24,13 @@ def _setting(value: Any) -> Any:
 
 def _argument(value: Any) -> Any:
     if isinstance(value, list):
-        return [_setting(item) for item in value]
+        return [_entry(item) if isinstance(item, dict) else _setting(item) for item in value]
     return _setting(value)
+
+
+def _entry(value: dict[str, Any]) -> dict[str, Any]:
+    """A mapping within a list: a log rule."""
+    return {name: [*map(_setting, one)] if isinstance(one, list) else _setting(one) for name, one in value.items()}
 
 
 def _number(value: Any) -> Any:
@@ -77,13 +82,62 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _gpus(value: Any) -> Any:
+    if value is None or value == "all":
+        return value
+    if isinstance(value, list):
+        return [_whole(index) for index in value]
+    raise ValueError(f"must be all or a list of indices such as [0, 1], not {value!r}")
+
+
+Text = Annotated[str, BeforeValidator(_text)]
+
+
+class ContainerSection(Section):
+    """The server runs in a container of this image.
+
+    `mounts` are HOST:CONTAINER, with `:ro` behind it where it is only read. `gpus` is `all` or a list of indices.
+    With the network `host` the server listens on this machine as any other; with `bridge` its port is published.
+    """
+
+    runtime: Literal["docker", "podman"] = "docker"
+    image: str
+    mounts: list[str] = Field(default_factory=list)
+    gpus: Annotated[Any, BeforeValidator(_gpus)] = None
+    devices: list[str] = Field(default_factory=list)
+    shm_size: Text | None = None
+    network: Literal["host", "bridge"] = "host"
+    init: bool = True
+    run_args: list[Text] = Field(default_factory=list)
+
+
+class LaunchSection(Section):
+    """How long a server may take, in seconds.
+
+    `stall_s` without a sign of life before it is ready, `startup_s` to be ready at all, `smoke_s` for its first
+    completion, `grace_s` between SIGTERM and SIGKILL, `token_stall_s` without any token while it is measured.
+    """
+
+    stall_s: PositiveNumber = 120.0
+    startup_s: PositiveNumber = 3600.0
+    smoke_s: PositiveNumber = 120.0
+    grace_s: PositiveNumber = 15.0
+    token_stall_s: PositiveNumber = 30.0
+
+
 class EngineSection(Section):
-    """Which server is tuned. `args` are fixed settings; `env` values set a variable, null removes it."""
+    """Which server is tuned. `args` are fixed settings; `env` values set a variable, null removes it.
+
+    `api_key_env` names the variable that holds the key which the server wants; only its name is kept.
+    """
 
     kind: str
     model: str
     args: dict[str, ArgumentValue] = Field(default_factory=dict)
     env: dict[str, EnvValue] = Field(default_factory=dict)
+    container: ContainerSection | None = None
+    api_key_env: str | None = None
+    launch: LaunchSection = Field(default_factory=LaunchSection)
 
 
 class WorkloadSection(Section):

@@ -10,7 +10,16 @@ from typing import Any, Protocol, Self
 
 from tuner.records import Candidate, Setting, short_hash
 from tuner.space.expression import Expression, ExpressionError, parse
-from tuner.space.schema import BudgetSection, NotifySection, ObjectiveSection, ParameterSection, Profile, SpaceFile
+from tuner.space.schema import (
+    BudgetSection,
+    ContainerSection,
+    LaunchSection,
+    NotifySection,
+    ObjectiveSection,
+    ParameterSection,
+    Profile,
+    SpaceFile,
+)
 
 SPECULATIVE = frozenset(
     {
@@ -141,6 +150,9 @@ class Space:
         self.model: str = file.engine.model
         self.args: dict[str, Any] = dict(file.engine.args)
         self.env: dict[str, str | None] = dict(file.engine.env)
+        self.container: ContainerSection | None = file.engine.container
+        self.api_key_env: str | None = file.engine.api_key_env
+        self.launch: LaunchSection = file.engine.launch
         self.workload = _workload(file)
         self.objective: ObjectiveSection = file.objective
         self.budget: BudgetSection = file.budget
@@ -208,9 +220,14 @@ class Space:
 
     @property
     def meaning(self) -> dict[str, Any]:
-        """All that a measurement depends on: everything but the name, the budget and the hook, as it is in effect."""
+        """All that a measurement depends on, as it is in effect: everything but the name, the budget and the hook.
+
+        Nor does it depend on how long the tuner waits for a server, or where it finds a key.
+        """
         file = self.file.model_dump(mode="json")
-        del file["name"], file["budget"], file["notify"]
+        del file["name"], file["budget"], file["notify"], file["engine"]["launch"], file["engine"]["api_key_env"]
+        if self.container is None:
+            del file["engine"]["container"]
         workload = self.workload
         file["workload"] = {
             "prompts": workload.prompts,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tuner.errors import EnvironmentBroken, LaunchFailed, StudyStopped
 from tuner.records import Block, Candidate, Failure, LaunchRecord
@@ -35,7 +35,7 @@ from tuner.study.progress import Event, Observer, Silent
 from tuner.study.sampler import PATIENCE, draw_untried, propose
 from tuner.study.score import FAILED, ILLEGAL, Score, score
 from tuner.study.store import AlreadyMeasured, StudyStore
-from tuner.study.world import RunningServer, World
+from tuner.study.world import RunningServer, StopReport, World
 
 HOST = "127.0.0.1"
 
@@ -77,6 +77,7 @@ class Controller:
         self.check = check
         self.shield = shield
         self.crashes = crashes
+        self._unsettled: StopReport | None = None
 
     @cached_property
     def journal(self) -> Journal:
@@ -124,8 +125,13 @@ class Controller:
     def _recover(self) -> StudyData:
         """Ends what a dead tuner has left running, and closes its open launches."""
         data = self.store.data()
-        if pids := self.world.reap({"study": data.uid}):
+        mine = {"study": data.uid}
+        if pids := self.world.reap(mine):
             self._event("reaped", f"ended {len(pids)} processes that an earlier run had left", pids=pids)
+            if left := self.world.remaining(mine):
+                self._broken(f"{', '.join(map(str, left))} of an earlier run cannot be ended; see `tuner doctor`")
+        for sentence in self.world.neighbours():
+            self._event("neighbour", sentence)
         self._take_over(data)
         data = self.store.data()
         for launch in data.launches:
@@ -233,6 +239,7 @@ class Controller:
 
     def _launch(self, data: StudyData, slot: Slot, levels: tuple[int, ...]) -> None:
         """One launch of a slot: its missing levels are measured, or the failure is kept."""
+        self._settle()
         launch = self.store.begin_launch(slot)
         server: RunningServer | None = None
         try:
@@ -262,7 +269,8 @@ class Controller:
 
     def _record(self, data: StudyData, slot: Slot) -> LaunchRecord:
         candidate = data.candidates[slot.candidate_id]
-        return launch_record(data.space, self.engine, candidate, host=HOST, port=self.world.free_port())
+        image = data.fingerprint.get("image")
+        return launch_record(data.space, self.engine, candidate, host=HOST, port=self.world.free_port(), image=image)
 
     def _bring_up(self, launch: int, server: RunningServer, record: LaunchRecord, slot: Slot) -> None:
         self.observer.working(slot, "ready")
@@ -365,10 +373,26 @@ class Controller:
             self.store.end_launch(launch, report.exit_status if report else None, mode)
         if left:
             self._event("leftovers", f"launch {launch} left {len(left)} processes behind; they were ended", pids=left)
-        if report is not None and report.leftovers and not interrupted:
-            message = f"processes {', '.join(map(str, report.leftovers))} of launch {launch} cannot be ended"
-            self.store.set_state("stopped", message)
-            raise EnvironmentBroken(f"{message}; they may hold memory or a device. Nothing measured is lost")
+        if report is not None and report.unclean:
+            self._event("unclean_stop", f"launch {launch} has ended, but {'; '.join(report.unclean)}")
+            self._unsettled = report
+
+    def _settle(self) -> None:
+        """Before a launch: what an earlier one left must be gone, or the next would fail for no fault of its own.
+
+        Raises:
+            EnvironmentBroken: it is still there.
+        """
+        report, self._unsettled = self._unsettled, None
+        if report is None:
+            return
+        if left := self.world.settle(report):
+            self._broken(f"what the last server held is not back: {'; '.join(left)}")
+        self._event("settled", "what the last server held is back")
+
+    def _broken(self, message: str) -> NoReturn:
+        self.store.set_state("stopped", message)
+        raise EnvironmentBroken(f"{message}. Nothing measured is lost; run the same again once that is mended")
 
     # -- ends -------------------------------------------------------------------------------------------------------
 

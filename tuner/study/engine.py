@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from tuner.engines.container import contained, listens_on
 from tuner.records import Candidate, Failure, LaunchRecord, Setting
 from tuner.space import Space
 
@@ -74,13 +75,33 @@ def illegal(space: Space, engine: StudyEngine, candidate: Candidate) -> str | No
     return "; ".join(problems) or None
 
 
-def launch_record(space: Space, engine: StudyEngine, candidate: Candidate, *, host: str, port: int) -> LaunchRecord:
-    """How to start the server of a candidate. Its settings include the environment variables that were tried."""
+def launch_record(
+    space: Space, engine: StudyEngine, candidate: Candidate, *, host: str, port: int, image: str | None = None
+) -> LaunchRecord:
+    """How to start the server of a candidate. Its settings include the environment variables that were tried.
+
+    `image` is the container's by digest, where the space has a container.
+    """
     settings, env = split(candidate)
     record = engine.record(
-        model=space.model, args=space.args, env={**space.env, **env}, settings=settings, host=host, port=port
+        model=space.model,
+        args=space.args,
+        env={**space.env, **env},
+        settings=settings,
+        host=listens_on(space.container, host),
+        port=port,
     )
-    return replace(record, settings=dict(candidate.settings))
+    record = replace(record, settings=dict(candidate.settings))
+    if space.container is None:
+        return record
+    named = image or space.container.image
+    record = replace(record, engine_version=in_image(record.engine_version, named))
+    return contained(record, space.container, named, (space.api_key_env,) if space.api_key_env else ())
+
+
+def in_image(version: str, image: str | None) -> str:
+    """The version of an engine that runs in an image."""
+    return f"{version} in {image}" if image else version
 
 
 def not_in_effect(mismatches: Sequence[Mismatch]) -> Failure | None:

@@ -13,7 +13,7 @@ from tuner.study.controller import Controller
 from tuner.study.crashes import CrashMemory
 from tuner.study.data import Budget, StudyData
 from tuner.study.database import storage_problem
-from tuner.study.engine import StudyEngine
+from tuner.study.engine import UNSET, StudyEngine, in_image
 from tuner.study.hardware import hardware
 from tuner.study.interrupt import Interrupts
 from tuner.study.lease import Lease, hold
@@ -23,7 +23,7 @@ from tuner.study.planner import POLICIES, launches_used
 from tuner.study.progress import Event, Observer
 from tuner.study.score import BASELINE_EVERY
 from tuner.study.store import StudyStore, create_study, open_study, study_exists
-from tuner.study.world import Machine, World
+from tuner.study.world import Machine, World, api_key
 
 DEFAULT_SEED = 0
 
@@ -55,25 +55,35 @@ def read_space(path_or_name: str, overrides: tuple[str, ...] = (), profile: str 
     """
     from tuner.bench.prompts import load_prompts
     from tuner.engines.base import env_problems, get_engine
+    from tuner.engines.container import container_problems
+    from tuner.launch.rules import own_problems
 
     settings = (*overrides, f"profile={profile}") if profile else overrides
     outside = Outside(
         engine_for=get_engine,
         check_prompts=lambda name: [load_prompts(name, split=s) for s in ("tuning", "held_out")],
         env_problems=env_problems,
+        container_problems=container_problems,
+        rule_problems=own_problems,
     )
     return load_space(path_or_name, settings, outside)
 
 
-def fingerprint(space: Space, engine_version: str, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the figures of a study depend on. A study is only continued while it stays the same."""
-    return {
+def fingerprint(
+    space: Space, engine_version: str, machine: Mapping[str, Any], image: str | None = None
+) -> dict[str, Any]:
+    """All that the figures of a study depend on. A study is only continued while it stays the same.
+
+    `image` is that of the container, by digest; it is part of the engine's version.
+    """
+    found = {
         "space": space.fingerprint,
         "engine": space.kind,
-        "engine_version": engine_version,
+        "engine_version": in_image(engine_version, image),
         "model": space.model,
         "hardware": dict(machine),
     }
+    return {**found, "image": image} if image else found
 
 
 def changes(data: StudyData, space: Space, now: Mapping[str, Any]) -> list[str]:
@@ -197,10 +207,40 @@ def _apply(store: StudyStore, data: StudyData, budget: Budget) -> None:
 
 
 def current_fingerprint(space: Space) -> dict[str, Any]:
-    """The fingerprint that a study of this space would have here and now."""
+    """The fingerprint that a study of this space would have here and now.
+
+    Raises:
+        UsageError, EnvironmentBroken: what a launch needs is not here: a key, a container runtime, an image.
+    """
     from tuner.engines.base import get_engine
 
-    return fingerprint(space, get_engine(space.kind).version(), hardware())
+    api_key(space)
+    return fingerprint(space, get_engine(space.kind).version(), hardware(), container_image(space))
+
+
+def container_image(space: Space) -> str | None:
+    """The image of the space's container, by digest; None without a container.
+
+    Raises:
+        EnvironmentBroken: its runtime or the image is not here.
+        UsageError: a variable is to be unset that the image sets, which this runtime cannot do.
+    """
+    from tuner.launch import container
+
+    if space.container is None:
+        return None
+    runtime = space.container.runtime
+    found = container.image(runtime, space.container.image)
+    removed = {name for name, value in space.env.items() if value is None}
+    for parameter in space.parameters:
+        if parameter.name.startswith("env.") and UNSET in (parameter.choices or ()):
+            removed.add(parameter.name.removeprefix("env."))
+    if runtime == "docker" and (stuck := sorted(removed & found.variables)):
+        raise UsageError(
+            f"{', '.join(stuck)}: is to be unset, but the image sets it, and docker cannot take a variable of an image "
+            "away. Nothing was started; give it a value, use podman, or build an image without it"
+        )
+    return found.pinned
 
 
 def run_study(

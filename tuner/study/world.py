@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tuner.errors import EnvironmentBroken
+from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import Block, Failure, LaunchRecord, Role
 from tuner.space import Space
 
@@ -25,8 +27,8 @@ class StopReport(Protocol):
         """Whether SIGTERM was not enough."""
 
     @property
-    def leftovers(self) -> tuple[int, ...]:
-        """Processes that could not be ended."""
+    def unclean(self) -> tuple[str, ...]:
+        """What is left of it, in words; empty when nothing is."""
 
 
 class RunningServer(Protocol):
@@ -88,11 +90,20 @@ class World(Protocol):
     def keep_requests(self, outcome: Outcome, path: Path) -> None:
         """Writes the requests of a block to a file, one a line."""
 
-    def reap(self, marker: Mapping[str, str]) -> list[int]:
-        """Ends whatever still carries a marker that begins so; the pids."""
+    def reap(self, marker: Mapping[str, str]) -> list[int | str]:
+        """Ends whatever still carries a marker that begins so: pids of processes, and ids of containers."""
+
+    def remaining(self, marker: Mapping[str, str]) -> list[int | str]:
+        """What carries such a marker although it was to be ended."""
+
+    def settle(self, report: StopReport) -> tuple[str, ...]:
+        """Waits, for a bounded time, until what a server left is gone; what still is not, with what to do."""
+
+    def neighbours(self) -> list[str]:
+        """Others at work on what a server of this study would use, one sentence each."""
 
 
-def flush(record: LaunchRecord) -> str | None:
+def flush(record: LaunchRecord, key: str | None = None) -> str | None:
     """Empty a server's prefix cache, so that no block finds the prompts of another there. What went wrong, if it did;
     a server without such a path is left alone."""
     if record.flush_path is None:
@@ -100,7 +111,8 @@ def flush(record: LaunchRecord) -> str | None:
     import httpx
 
     try:
-        answer = httpx.post(record.base_url + record.flush_path, timeout=_FLUSH_S, trust_env=False)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        answer = httpx.post(record.base_url + record.flush_path, headers=headers, timeout=_FLUSH_S, trust_env=False)
     except httpx.HTTPError as error:
         return f"POST {record.flush_path}: {error!r}"
     return None if answer.status_code == 200 else f"POST {record.flush_path}: status {answer.status_code}"
@@ -114,7 +126,10 @@ class Machine:
         from tuner.bench.prompts import load_prompts
 
         self._workload = space.workload
-        self._plan = window_plan(space.profile)
+        self._plan = replace(window_plan(space.profile), stall_s=space.launch.token_stall_s)
+        self._launch = space.launch
+        self._container = space.container
+        self._api_key = api_key(space)
         prompts = space.workload.prompts
         self._prompts = {
             "screen": load_prompts(prompts, split="tuning"),
@@ -134,9 +149,13 @@ class Machine:
 
     def start(self, record: LaunchRecord, *, marker: Mapping[str, str], log_path: Path) -> RunningServer:
         """Starts a server. Raises `LaunchFailed`."""
-        from tuner.launch.server import Server
+        from tuner.launch.server import LaunchLimits, Server
 
-        return Server.start(record, marker=marker, log_path=log_path)
+        wait = self._launch
+        limits = LaunchLimits(
+            stall_s=wait.stall_s, startup_s=wait.startup_s, smoke_s=wait.smoke_s, grace_s=wait.grace_s
+        )
+        return Server.start(record, marker=marker, log_path=log_path, limits=limits, api_key=self._api_key)
 
     def measure(
         self,
@@ -151,10 +170,10 @@ class Machine:
         """One block, on a server whose prefix cache is empty. Equal seeds mean equal requests."""
         from tuner.bench.block import BlockOutcome, measure_block
 
-        if problem := flush(record):
+        if problem := flush(record, self._api_key):
             kind = Failure("bad_protocol", "bench", f"the prefix cache could not be emptied before a block: {problem}")
             return BlockOutcome(None, server.failure() or kind)
-        return measure_block(
+        outcome = measure_block(
             record.base_url,
             model=record.served_model,
             prompts=self._prompts[role],
@@ -164,9 +183,14 @@ class Machine:
             temperature=self._workload.temperature,
             plan=self._plan,
             seed=seed,
+            api_key=self._api_key,
             on_progress=on_progress,
             server_failure=server.failure,
         )
+        if self._api_key and (found := outcome.failure) is not None:
+            said = {name: getattr(found, name).replace(self._api_key, "(the API key)") for name in _SAID}
+            return replace(outcome, failure=replace(found, **said))
+        return outcome
 
     def keep_requests(self, outcome: Outcome, path: Path) -> None:
         """Writes the requests of a block to a file, one JSON object a line, compressed.
@@ -186,9 +210,61 @@ class Machine:
         except OSError as error:
             raise EnvironmentBroken(f"{path} cannot be written: {error}. The block itself is kept") from error
 
-    def reap(self, marker: Mapping[str, str]) -> list[int]:
-        """Ends whatever still carries a marker that begins so; the pids."""
+    def reap(self, marker: Mapping[str, str]) -> list[int | str]:
+        """Ends whatever still carries a marker that begins so: pids of processes, and ids of containers."""
+        from tuner.launch import container
         from tuner.launch.processes import marker_text
         from tuner.launch.reap import reap
 
-        return reap(marker_text(marker))
+        found: list[int | str] = []
+        if self._container is not None:
+            # Before the processes: a client that is ended first would leave its container to run on unwatched.
+            found += container.reap(marker_text(marker), (self._container.runtime,))[0]
+        return found + list(reap(marker_text(marker)))
+
+    def remaining(self, marker: Mapping[str, str]) -> list[int | str]:
+        """What carries such a marker although it was to be ended."""
+        from tuner.launch import container
+        from tuner.launch.processes import marker_text
+        from tuner.launch.reap import marked
+
+        found: list[int | str] = [process.pid for process in marked(marker_text(marker))]
+        if self._container is not None:
+            found += [state.id for state in container.marked(self._container.runtime, marker_text(marker))]
+        return found
+
+    def settle(self, report: StopReport) -> tuple[str, ...]:
+        """Waits, for a bounded time, until what a server left is gone; what still is not, with what to do."""
+        from tuner.launch.server import StopReport as Report
+        from tuner.launch.settle import settle
+
+        return settle(report) if isinstance(report, Report) else ()
+
+    def neighbours(self) -> list[str]:
+        """Other programs on the GPUs, one sentence each."""
+        from tuner.launch import gpu
+
+        return [
+            f"process {one.pid} computes on a GPU ({one.used_mib or 'unknown'} MiB): a server of this study may not "
+            "fit beside it, and its figures would be of a shared GPU"
+            for one in gpu.processes()
+        ]
+
+
+_SAID = ("message", "evidence")
+
+
+def api_key(space: Space) -> str | None:
+    """The key that the space's server wants, from the variable that the space names; None where it names none.
+
+    Raises:
+        UsageError: the variable is not set.
+    """
+    if space.api_key_env is None:
+        return None
+    if not (key := os.environ.get(space.api_key_env)):
+        raise UsageError(
+            f"engine.api_key_env names {space.api_key_env}, which is not set. Nothing was started; set it to the key "
+            "that the server wants"
+        )
+    return key

@@ -67,9 +67,9 @@ class Marked(ToyMachine):
         time.sleep(STEP_S)
         return found
 
-    def reap(self, marker: Mapping[str, str]) -> list[int]:
+    def reap(self, marker: Mapping[str, str]) -> list[int | str]:
         super().reap(marker)
-        return reap(marker_text(marker), grace_s=1)
+        return [*reap(marker_text(marker), grace_s=1)]
 
 
 class Begun(Silent):

@@ -122,7 +122,7 @@ class ToyEngine:
 class Report:
     exit_status: int | None = 0
     escalated: bool = False
-    leftovers: tuple[int, ...] = ()
+    unclean: tuple[str, ...] = ()
 
 
 class ToyServer:
@@ -145,7 +145,7 @@ class ToyServer:
 
     def stop(self) -> Report:
         self.machine.running.discard(self.record.port)
-        return Report()
+        return self.machine.report
 
 
 @dataclass
@@ -166,6 +166,11 @@ class ToyMachine:
     measured: list[tuple[str, int, str, int]] = field(default_factory=list)
     reaped: list[Mapping[str, str]] = field(default_factory=list)
     running: set[int] = field(default_factory=set)
+    report: Report = Report()
+    """How every server ends."""
+    settles: Callable[[], tuple[str, ...]] = tuple
+    """What is still left of one whose stop was unclean."""
+    others: tuple[str, ...] = ()
     clock: Any = None
     block_s: float = 10.0
 
@@ -208,10 +213,19 @@ class ToyMachine:
     def keep_requests(self, outcome: Outcome, path: Path) -> None:
         assert path.name.startswith("block-")
 
-    def reap(self, marker: Mapping[str, str]) -> list[int]:
+    def reap(self, marker: Mapping[str, str]) -> list[int | str]:
         self.reaped.append(dict(marker))
         self.running.clear()
         return []
+
+    def remaining(self, marker: Mapping[str, str]) -> list[int | str]:
+        return []
+
+    def settle(self, report: Report) -> tuple[str, ...]:
+        return self.settles()
+
+    def neighbours(self) -> list[str]:
+        return list(self.others)
 
 
 def space(text: str = SPACE, *overrides: str) -> Space:
