@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -51,6 +53,40 @@ def load_prompts(name_or_path: str | Path, *, split: Split) -> list[Prompt]:
             'splits some), or give lines a field "split" with tuning or held_out.'
         )
     return chosen
+
+
+ALIKE_CHARACTERS = 40
+ALIKE_SHARE = 0.5
+FILLER_CHARACTERS = 300
+FILLER_RATIO = 0.12
+"""Compressed to less of its size than this, a text is one phrase over and over; prose of any kind stays above 0.3."""
+
+
+def doubts(prompts: Sequence[Prompt]) -> list[str]:
+    """Why a user's prompts may flatter speculation or a prefix cache, one sentence each; empty when nothing is odd."""
+    found = []
+    texts = Counter(prompt.text for prompt in prompts)
+    if repeated := sum(count - 1 for count in texts.values()):
+        found.append(
+            f"{repeated} of {len(prompts)} prompts are repeated word for word; a prefix cache would answer them"
+        )
+    for end, cut in (("begin", lambda text: text[:ALIKE_CHARACTERS]), ("end", lambda text: text[-ALIKE_CHARACTERS:])):
+        parts = Counter(cut(prompt.text) for prompt in prompts)
+        part, count = parts.most_common(1)[0]
+        if count > 1 and count > ALIKE_SHARE * len(prompts):
+            found.append(f"{count} of {len(prompts)} prompts {end} alike ({part!r}); fine if your traffic does")
+    filler = [prompt.id for prompt in prompts if _is_filler(prompt.text)]
+    if filler:
+        found.append(
+            f"{len(filler)} of {len(prompts)} prompts are a phrase repeated over and over (first: {filler[0]}); what "
+            "follows them is easier to draft than real answers are"
+        )
+    return found
+
+
+def _is_filler(text: str) -> bool:
+    data = text.encode()
+    return len(data) >= FILLER_CHARACTERS and len(zlib.compress(data, 9)) < FILLER_RATIO * len(data)
 
 
 def _read(source: str) -> Iterator[tuple[Prompt, str]]:

@@ -16,6 +16,7 @@ def command(
     profile: options.Profile = None,
 ) -> None:
     """Validate a space file: every problem at once, with its line and the nearest valid name."""
+    from tuner.bench.prompts import doubts, load_prompts
     from tuner.study.controller import described
     from tuner.study.planner import POLICIES, planned_pairs
     from tuner.study.session import current_fingerprint, read_space
@@ -29,6 +30,8 @@ def command(
     say(f"baseline: {described(space.baseline)}")
     say(f"workload: {space.workload.prompts}, {space.workload.max_tokens} tokens, concurrency {levels}")
     say(f"budget: {space.budget.launches} launches, {2 * pairs} of them to confirm the best ({space.profile} profile)")
+    for doubt in doubts(load_prompts(space.workload.prompts, split="all")):
+        say(f"note: {doubt}")
     if pairs < 4:
         say("note: a claim needs 4 pairs of confirmation, so at least 10 launches")
     current_fingerprint(space)  # what a launch needs and is not here: an engine, a key, a container runtime, an image

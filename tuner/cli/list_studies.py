@@ -15,6 +15,7 @@ def command(storage: options.Storage = None) -> None:
 
     from tuner.errors import UsageError
     from tuner.study.database import open_database
+    from tuner.study.lease import holder
     from tuner.study.names import local_studies
     from tuner.study.store import open_study, study_names
     from tuner.study.summary import summary
@@ -35,6 +36,7 @@ def command(storage: options.Storage = None) -> None:
         try:
             with closing(open_study(name, storage)) as store:
                 data = store.data()
+                working = holder(store.engine, store.name)
         except UsageError as error:
             complain(f"{name}: {error}")
             continue
@@ -42,7 +44,7 @@ def command(storage: options.Storage = None) -> None:
         best = found.incumbent
         table.add_row(
             name,
-            data.state,
+            "killed" if data.state == "running" and working is None else data.state,
             f"{found.launches_used}/{data.budget.launches}",
             str(len(data.measured)),
             data.space.model,

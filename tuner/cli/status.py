@@ -19,7 +19,7 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
     with closing(open_study(check_name(study), storage)) as store:
         data = store.data()
         working = holder(store.engine, store.name)
-    found = summary(data)
+    found = summary(data, working=working is not None)
     state: str = data.state
     if state == "running" and working is None:
         state = "killed; go on with tuner resume " + study

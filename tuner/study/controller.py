@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ from tuner.study.crashes import CrashMemory
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData
 from tuner.study.database import finite
 from tuner.study.decide import recommendation, verdicts_of
-from tuner.study.engine import StudyEngine, illegal, launch_record, not_in_effect
+from tuner.study.engine import StudyEngine, illegal, launch_record, not_in_effect, speculates
 from tuner.study.journal import Entry, Journal
 from tuner.study.planner import (
     Begin,
@@ -51,6 +52,7 @@ class Controller:
         folder: where logs go.
         observer: is told what happens.
         check: called before each step; raises when the study is not ours any more.
+        alert: called twice a second within a block; raises when it has to end.
         shield: delays interruptions while facts are kept and servers are ended.
         crashes: what other studies have learned to crash; None to try everything.
     """
@@ -65,6 +67,7 @@ class Controller:
         folder: Path,
         observer: Observer | None = None,
         check: Callable[[], None] = lambda: None,
+        alert: Callable[[], None] = lambda: None,
         shield: Callable[[], AbstractContextManager[None]] = nullcontext,
         crashes: CrashMemory | None = None,
     ) -> None:
@@ -75,6 +78,7 @@ class Controller:
         self.folder = folder
         self.observer = observer or Silent()
         self.check = check
+        self.alert = alert
         self.shield = shield
         self.crashes = crashes
         self._unsettled: StopReport | None = None
@@ -298,11 +302,13 @@ class Controller:
                 concurrency=level,
                 role=slot.role,
                 seed=block_seed(data.seed, slot, level),
-                on_progress=self.observer.block_progress,
+                on_progress=self._progress,
             )
             block = outcome.block
             if block is None or not _is_finite(block):
                 raise LaunchFailed(outcome.failure or _nothing_measured(level))
+            if (gate := speculates(record, block)) is not None:
+                block = replace(block, gates=(*block.gates, gate))
             with self.shield():
                 number = self._keep(Entry(launch, slot, attempt, block))
                 self.world.keep_requests(outcome, self.folder / "requests" / f"block-{number}.jsonl.gz")
@@ -312,7 +318,14 @@ class Controller:
                 return True
             red = ", ".join(gate.name for gate in block.gates if not gate.ok)
             self._event("invalid_block", f"{self._named(data, slot.candidate_id)}: {rate}, not valid: {red}", gates=red)
+            if gate is not None and not gate.ok:
+                said = f"speculation has no effect at concurrency {level}: accept length {gate.value:g} ({gate.detail})"
+                raise LaunchFailed(Failure("spec_inactive", "bench", said))
         return False
+
+    def _progress(self, progress: Any) -> None:
+        self.alert()
+        self.observer.block_progress(progress)
 
     def _keep(self, entry: Entry) -> int:
         """Writes a block to the record, then to the database; returns its id.

@@ -140,6 +140,7 @@ class StudyData:
     confirmations: tuple[Confirmation, ...]
     verdicts: tuple[Verdict, ...] = ()
     events: tuple[StoredEvent, ...] = field(default=(), repr=False)
+    sampler: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def baseline(self) -> Candidate:

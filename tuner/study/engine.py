@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from tuner.engines.container import contained, listens_on
-from tuner.records import Candidate, Failure, LaunchRecord, Setting
+from tuner.records import Block, Candidate, Failure, Gate, LaunchRecord, Setting
 from tuner.space import Space
 
 UNSET = "unset"
@@ -102,6 +102,26 @@ def launch_record(
 def in_image(version: str, image: str | None) -> str:
     """The version of an engine that runs in an image."""
     return f"{version} in {image}" if image else version
+
+
+MIN_ACCEPT_LENGTH = 1.005
+"""Tokens per verify step (drafts + 1). Under it a drafter's proposals are rejected, all but one in two hundred."""
+
+
+def speculates(record: LaunchRecord, block: Block) -> Gate | None:
+    """Whether speculation that was asked for did anything in a window; None where it cannot be told or is off.
+
+    A server may report that it speculates, and reject every draft, or bypass it after the first request.
+    """
+    asked = record.expected.get("speculation", record.settings.get("speculation", "none"))
+    threshold = record.settings.get("disable_batch_threshold")
+    off_here = isinstance(threshold, int) and not isinstance(threshold, bool) and block.concurrency > threshold
+    steps = block.counters.get("server_verify_steps")
+    if asked in ("none", False) or off_here or steps is None:
+        return None
+    length = 1.0 if not steps or block.accept_length is None else block.accept_length
+    said = "no verify step in the window" if not steps else f"tokens per verify step, over {steps:.0f} steps"
+    return Gate("spec_inactive", round(length, 6), MIN_ACCEPT_LENGTH, length >= MIN_ACCEPT_LENGTH, said)
 
 
 def not_in_effect(mismatches: Sequence[Mismatch]) -> Failure | None:

@@ -28,7 +28,15 @@ class Interrupts:
     def __init__(self) -> None:
         self._shields = 0
         self._pending: int | None = None
-        self._raised = False
+        self._raised: int | None = None
+
+    def check(self) -> None:
+        """Raises again when an earlier signal has had no effect.
+
+        Its exception is lost where Python can pass none on: in a destructor, or in a callback that C code calls.
+        """
+        if self._raised is not None:
+            raise Interrupted(self._raised)
 
     @contextmanager
     def installed(self) -> Iterator[Interrupts]:
@@ -51,11 +59,11 @@ class Interrupts:
             yield
         finally:
             self._shields -= 1
-        if not self._shields and self._pending is not None and not self._raised:
+        if not self._shields and self._pending is not None and self._raised is None:
             self._raise(self._pending)
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
-        if self._raised:
+        if self._raised is not None:
             return
         if self._shields:
             self._pending = signum
@@ -63,5 +71,5 @@ class Interrupts:
             self._raise(signum)
 
     def _raise(self, signum: int) -> None:
-        self._raised = True
+        self._raised = signum
         raise Interrupted(signum)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tuner.bench.gates import ENVIRONMENT_GATES
+from tuner.launch.kinds import KINDS
 from tuner.records import Failure, Gate
 from tuner.study.data import Confirmation, Slot, StoredLaunch, StoredTrial, StudyData
 from tuner.study.score import BASELINE_EVERY, score
@@ -233,9 +234,11 @@ def slot_state(data: StudyData, policy: Policy, slot: Slot) -> SlotState:
 
 def _may_retry(failures: Sequence[Failure], policy: Policy) -> bool:
     last = failures[-1]
+    # Whoever measures makes failures of its own, and knows nothing of second tries.
+    retryable = last.retryable or (last.kind in KINDS and KINDS[last.kind].retryable)
     alike = sum(failure.blame == last.blame for failure in failures)
     limit = policy.environment_retries if last.blame == "environment" else policy.candidate_retries
-    return last.retryable and alike <= limit
+    return retryable and alike <= limit
 
 
 def invalid_block(gates: Sequence[Gate], level: int, attempts: int) -> Failure:

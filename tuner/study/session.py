@@ -19,10 +19,12 @@ from tuner.study.interrupt import Interrupts
 from tuner.study.lease import Lease, hold
 from tuner.study.names import check_name, study_folder
 from tuner.study.notify import message, notify
+from tuner.study.place import measuring, network_filesystem
 from tuner.study.planner import POLICIES, launches_used
 from tuner.study.progress import Event, Observer
 from tuner.study.score import BASELINE_EVERY
 from tuner.study.store import StudyStore, create_study, open_study, study_exists
+from tuner.study.trials import Trials
 from tuner.study.world import Machine, World, api_key
 
 DEFAULT_SEED = 0
@@ -92,6 +94,8 @@ def changes(data: StudyData, space: Space, now: Mapping[str, Any]) -> list[str]:
     then = data.fingerprint
     if then.get("engine_version") != now["engine_version"]:
         found.append(f"engine version: was {then.get('engine_version')}, is now {now['engine_version']}")
+    if data.sampler and dict(data.sampler) != dict(Trials.SAMPLER):
+        found.append(f"sampler: was {dict(data.sampler)}, is now {dict(Trials.SAMPLER)}")
     old, new = then.get("hardware", {}), now["hardware"]
     for key in new:
         if old.get(key) != new[key]:
@@ -270,6 +274,10 @@ def run_study(
     interrupts = Interrupts()
 
     def controlled(lease: Lease) -> Controller:
+        def check() -> None:
+            interrupts.check()
+            lease.check()
+
         return Controller(
             store,
             engine or get_engine(space.kind),
@@ -277,14 +285,17 @@ def run_study(
             policy=POLICIES[space.profile],
             folder=folder or study_folder(store.name),
             observer=observer,
-            check=lease.check,
+            check=check,
+            alert=interrupts.check,
             shield=interrupts.shield,
             crashes=crashes,
         )
 
     with interrupts.installed():
         try:
-            with hold(store.engine, store.name, clock or store.clock) as lease:
+            with hold(store.engine, store.name, clock or store.clock) as lease, measuring(store.name) as other:
+                _warn(store, observer, "shared_machine", other)
+                _warn(store, observer, "storage", _unsafe_storage(store))
                 data = _run(store, controlled(lease))
         except UsageError:
             raise  # nothing was started
@@ -294,6 +305,21 @@ def run_study(
         if before.state != "done" or before.blocks.keys() != data.blocks.keys():
             _tell(space, store, data, None, observer)
     return data
+
+
+def _warn(store: StudyStore, observer: Observer, kind: str, sentence: str | None) -> None:
+    if sentence:
+        store.event(kind, sentence)
+        observer.event(Event(kind, sentence))
+
+
+def _unsafe_storage(store: StudyStore) -> str | None:
+    file = store.engine.url.database if store.engine.dialect.name == "sqlite" else None
+    kind = network_filesystem(Path(file)) if file and file != ":memory:" else None
+    return kind and (
+        f"{file} lies on a network file system ({kind}), where SQLite may lose or damage it; name a local file or a "
+        "PostgreSQL database with --storage"
+    )
 
 
 def _run(store: StudyStore, controller: Controller) -> StudyData:

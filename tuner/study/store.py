@@ -88,6 +88,7 @@ class StudyStore:
             ),
             verdicts=tuple(Verdict(**v.verdict) for v in verdicts),
             events=tuple(StoredEvent(e.id, e.at, e.kind, e.message) for e in events),
+            sampler=row.sampler,
         )
 
     def stored_pairs(self) -> tuple[Pair, ...]:

@@ -35,14 +35,14 @@ class Summary:
     left_s: float | None
 
 
-def summary(data: StudyData) -> Summary:
-    """Where the study stands."""
+def summary(data: StudyData, *, working: bool = True) -> Summary:
+    """Where the study stands. `working`: a tuner is at it; without one, what it had begun is `unfinished`."""
     kinds = Counter(
         "failed" if trial.kind == "measured" and _failed(data, trial.candidate_id, trial.running) else trial.kind
         for trial in data.trials
         if not trial.running
     )
-    kinds["running"] = sum(trial.running for trial in data.trials)
+    kinds["running" if working else "unfinished"] = sum(trial.running for trial in data.trials)
     failures = Counter(launch.failure.kind for launch in data.launches if launch.failure is not None)
     return Summary(
         trials={kind: count for kind, count in kinds.items() if count},

@@ -46,6 +46,24 @@ def test_after_the_first_signal_others_change_nothing():
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Swallows:
+    """Loses every exception of its destructor, as Python does."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_was_lost_takes_effect_at_the_next_check():
+    interrupts = Interrupts()
+    with interrupts.installed():
+        interrupts.check()
+        lost = Swallows()
+        del lost  # nothing is raised here
+        with pytest.raises(Interrupted, match="SIGINT"):
+            interrupts.check()
+
+
 def test_an_interrupted_study_stops_its_server_and_goes_on_from_there(tmp_path):
     store = study(tmp_path)
     machine = ToyMachine()
