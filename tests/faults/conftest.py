@@ -43,10 +43,13 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[
     marker = {"study": f"test {os.getpid()} {request.node.name}"}
     servers: list[Server] = []
 
-    def start(record: LaunchRecord | str, *extra: str, limits: LaunchLimits = QUICK) -> Server:
+    def start(
+        record: LaunchRecord | str, *extra: str, limits: LaunchLimits = QUICK, api_key: str | None = None
+    ) -> Server:
         record = faulty_record(record, *extra) if isinstance(record, str) else record
         log = tmp_path / f"launch-{len(servers)}.log"
-        server = Server.start(record, marker={**marker, "launch": str(len(servers))}, log_path=log, limits=limits)
+        mine = {**marker, "launch": str(len(servers))}
+        server = Server.start(record, marker=mine, log_path=log, limits=limits, api_key=api_key)
         servers.append(server)
         return server
 

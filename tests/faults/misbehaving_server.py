@@ -28,9 +28,7 @@ MODES = [
     "hangs_at_start",
     "never_ready",
     "slow_start",
-    "exits_0",
     "grandchild",
-    "parent_exits",
     "ignores_sigterm",
     "says_503",
     "never_listens",
@@ -43,6 +41,12 @@ MODES = [
     "chat_only",
     "info_hangs",
     "unready_503",
+    "probes_kill",
+    "stalls_then_aborts",
+    "holds_port",
+    "wants_key",
+    "says_arena_is_full",
+    "runs_out_capturing_graphs",
 ]
 
 
@@ -73,18 +77,24 @@ class App:
             for _ in range(200):
                 print(("x" * 99 + "\n") * 10_000, end="", flush=True)
         self.completions = 0
+        self.probes = 0
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while line := await reader.readline():
                 method, path, _ = line.decode().split(" ", 2)
-                length = 0
+                length, key = 0, ""
                 while (header := await reader.readline()) not in (b"\r\n", b""):
                     name, _, value = header.decode().partition(":")
                     if name.lower() == "content-length":
                         length = int(value)
+                    if name.lower() == "authorization":
+                        key = value.strip()
                 body = json.loads(await reader.readexactly(length)) if length else {}
-                await self.route(writer, method, path, body)
+                if self.mode == "wants_key" and key != f"Bearer {os.environ['FAKE_KEY']}":
+                    await reply(writer, 401, {"error": {"message": f"not a valid key: {key}"}})
+                else:
+                    await self.route(writer, method, path, body)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
@@ -92,17 +102,26 @@ class App:
 
     async def route(self, writer: asyncio.StreamWriter, method: str, path: str, body: dict) -> None:
         if method == "GET" and path == "/health":
+            self.probes += 1
+            if self.mode == "probes_kill" and self.probes > 3:
+                os._exit(1)
             await reply(writer, 503 if self.mode == "unready_503" else 200, {})
         elif method == "GET" and path == "/server_info":
             if self.mode == "info_hangs":
                 await asyncio.sleep(3600)
             await reply(writer, 200, {"effective": json.loads(self.options.effective)})
         elif method == "GET" and path == "/echo":
-            await reply(writer, 200, {"argv": sys.argv, "env": dict(os.environ), "pid": os.getpid()})
+            await reply(writer, 200, {**self.facts(), "env": dict(os.environ)})
+        elif method == "GET" and path == "/bye":
+            print("bye", flush=True)
+            os._exit(0)
         elif path in ("/v1/completions", "/v1/chat/completions"):
             await self.complete(writer, path, body)
         else:
             await reply(writer, 404, {"error": {"message": f"no such path: {path}"}})
+
+    def facts(self) -> dict:
+        return {"argv": sys.argv, "pid": os.getpid(), "probes": self.probes}
 
     async def complete(self, writer: asyncio.StreamWriter, path: str, body: dict) -> None:
         self.completions += 1
@@ -133,22 +152,29 @@ class App:
             return await reply(writer, 404, {"error": {"message": "not here"}})
         tokens = 0 if mode == "no_tokens" else int(body.get("max_tokens", 16))
         if body.get("stream"):
-            return await self.stream(writer, tokens)
+            return await self.stream(writer, tokens, chat="chat" in path)
         text = " one" * tokens
         choice = {"message": {"role": "assistant", "content": text}} if "chat" in path else {"text": text}
         usage = {"prompt_tokens": 4, "completion_tokens": tokens, "total_tokens": 4 + tokens}
         await reply(writer, 200, {"choices": [{"index": 0, "finish_reason": "length", **choice}], "usage": usage})
 
-    async def stream(self, writer: asyncio.StreamWriter, tokens: int) -> None:
+    async def stream(self, writer: asyncio.StreamWriter, tokens: int, chat: bool = False) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
         for i in range(tokens):
-            chunk = {"choices": [{"index": 0, "text": " one"}], "usage": {"completion_tokens": i + 1}}
+            said = {"delta": {"content": " one"}} if chat else {"text": " one"}
+            finish = "length" if i == tokens - 1 else None
+            choice = {"index": 0, "finish_reason": finish, **said}
+            chunk = {"choices": [choice], "usage": {"completion_tokens": i + 1}}
             writer.write(f"data: {json.dumps(chunk)}\n\n".encode())
             await writer.drain()
             if i == 3 and self.mode == "dies_mid_stream":
                 crash(IndexError("page 4096 is out of range"))
             if i == 3 and self.mode == "stalls_mid_stream":
                 await asyncio.sleep(3600)
+            if i == 3 and self.mode == "stalls_then_aborts" and self.completions > 2:
+                await asyncio.sleep(self.options.seconds)
+                print("Watchdog caught an unresponsive decode step", flush=True)
+                os.abort()
         writer.write(b"data: [DONE]\n\n")
         await writer.drain()
         writer.close()
@@ -215,6 +241,12 @@ def before_listening(options: argparse.Namespace) -> None:
             raise MemoryError("CUDA out of memory. Tried to allocate 2.50 GiB")
         finally:
             print("AttributeError: 'Executor' object has no attribute 'workers'", flush=True)
+    if mode == "says_arena_is_full":
+        print("arena is full: 0 of 12 slots free", flush=True)
+        sys.exit(3)
+    if mode == "runs_out_capturing_graphs":
+        print("[2026-11-02 10:21:58 TP0] Capture cuda graph begin. This can take up to several minutes.", flush=True)
+        raise MemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
     if mode in ("hangs_at_start", "never_listens"):
         time.sleep(3600)
     if mode in ("slow_start", "never_ready"):
@@ -230,18 +262,16 @@ def before_listening(options: argparse.Namespace) -> None:
         leak_segment(options.segment)
     if mode == "three_processes":
         leave_child()
-    if mode in ("grandchild", "parent_exits", "three_processes"):
+    if mode in ("grandchild", "three_processes"):
         leave_grandchild(options.pid_file)
 
 
 async def serve(options: argparse.Namespace) -> None:
     app = App(options)
-    server = await asyncio.start_server(app.handle, options.host, options.port)
+    server = await asyncio.start_server(
+        app.handle, options.host, options.port, reuse_port=options.mode == "holds_port" or None
+    )
     print(f"listening on {options.host}:{options.port}", flush=True)
-    if options.mode in ("exits_0", "parent_exits"):
-        await asyncio.sleep(options.seconds)
-        print("bye", flush=True)
-        os._exit(0)
     async with server:
         await server.serve_forever()
 

@@ -10,14 +10,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tuner.bench.block import BlockOutcome, measure_block
+from tuner.bench.plan import WindowPlan
+from tuner.bench.prompts import Prompt
 from tuner.errors import LaunchFailed
 from tuner.launch.processes import look, wait_until
 from tuner.launch.server import LaunchLimits, Server
+from tuner.launch.settle import settle
 from tuner.records import Failure, LaunchRecord
 
 Launch = Callable[..., Server]
@@ -35,6 +40,12 @@ def failing(call: Callable[[], object]) -> tuple[Failure, float]:
 def alive(pid: int) -> bool:
     process = look(pid)
     return process is not None and not process.zombie
+
+
+def leave(server: Server) -> None:
+    """The server ends by itself, with status 0."""
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(server.record.base_url + "/bye", trust_env=False)
 
 
 def stream(server: Server, tokens: int) -> list[bytes]:
@@ -124,9 +135,9 @@ def test_silence_at_start_is_a_hang_after_the_stall_limit(launch: Launch) -> Non
 
 
 def test_a_slow_start_that_progresses_outlives_the_stall_limit(launch: Launch) -> None:
-    server = launch("slow_start", "--seconds", "2.5")
+    server = launch("slow_start", "--seconds", "1.6")
     told: list[float] = []
-    assert server.wait_ready(told.append) > 2.5
+    assert server.wait_ready(told.append) > 1.6
     assert told
     server.smoke()
 
@@ -145,9 +156,10 @@ def test_a_server_that_never_becomes_healthy_tells_what_it_said(launch: Launch) 
 
 
 def test_ending_with_status_0_is_a_failure_when_nobody_asked(launch: Launch) -> None:
-    server = launch("exits_0", "--seconds", "0.5")
+    server = launch("healthy")
     server.wait_ready()
     server.smoke()
+    leave(server)
     failure = server.failure(wait_s=3)
     assert failure is not None
     assert (failure.kind, failure.phase, failure.exit_status) == ("died_mid_bench", "bench", 0)
@@ -168,8 +180,9 @@ def test_a_grandchild_in_a_session_of_its_own_is_ended_with_the_server(launch: L
 
 def test_what_outlives_its_server_is_ended_too(launch: Launch, tmp_path: Path) -> None:
     pid_file = tmp_path / "grandchild"
-    server = launch("parent_exits", "--pid-file", str(pid_file), "--seconds", "0.3")
+    server = launch("grandchild", "--pid-file", str(pid_file))
     server.wait_ready()
+    leave(server)
     assert wait_until(lambda: not server.alive, 5)
     grandchild = int(pid_file.read_text())
     assert alive(grandchild)
@@ -297,8 +310,6 @@ def test_somebody_elses_server_on_the_port_is_never_taken_for_ours(launch: Launc
 
 
 def test_a_program_that_does_not_exist_is_the_machines_fault(launch: Launch, faulty: Faulty) -> None:
-    from dataclasses import replace
-
     failure, _ = failing(lambda: launch(replace(faulty("healthy"), argv=("/nowhere/server",))))
     assert (failure.kind, failure.blame) == ("env_broken", "environment")
     assert "/nowhere/server" in failure.message
@@ -374,3 +385,91 @@ def test_leaving_the_with_block_stops_the_server_whatever_was_raised(launch: Lau
     with pytest.raises(KeyboardInterrupt), server:
         raise KeyboardInterrupt
     assert not server.alive
+
+
+def bench(server: Server, **more: object) -> BlockOutcome:
+    plan = WindowPlan(ramp_s=0, warmup_s=0.2, warmup_cap_s=2, steady_span_s=0.1, window_s=0.3, tail_s=0.5, stall_s=1)
+    prompts = [Prompt(f"p{i}", "chat", f"question {i}") for i in range(4)]
+    return measure_block(
+        server.record.base_url,
+        model="fake",
+        prompts=prompts,
+        concurrency=1,
+        role="screen",
+        max_tokens=12,
+        temperature=0.0,
+        plan=plan,
+        seed=1,
+        server_failure=server.failure,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_once_it_is_ready_a_server_is_not_probed_any_more(launch: Launch) -> None:
+    server = launch("probes_kill")
+    server.wait_ready()
+    probes = httpx.get(server.record.base_url + "/echo", trust_env=False).json()["probes"]
+    server.smoke()
+    server.server_info()
+    assert bench(server).block is not None
+    assert httpx.get(server.record.base_url + "/echo", trust_env=False).json()["probes"] == probes
+
+
+def test_a_hang_is_hung_decode_though_the_servers_own_watchdog_aborts_it_later(launch: Launch) -> None:
+    server = launch("stalls_then_aborts", "--seconds", "4")
+    server.wait_ready()
+    server.smoke()
+    outcome = bench(server)
+    assert outcome.failure is not None
+    assert outcome.failure.kind == "hung_decode"
+    assert "no output for 1 s" in outcome.failure.message
+
+
+def test_a_port_that_somebody_holds_on_to_is_waited_for_and_said(launch: Launch, faulty: Faulty) -> None:
+    record = faulty("holds_port")
+    server = launch(record, limits=LaunchLimits(stall_s=1.0, startup_s=6.0, grace_s=1.0, gone_s=0.5))
+    server.wait_ready()
+    server.smoke()
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.bind((record.host, record.port))
+    holder.listen()
+    try:
+        report = server.stop()
+        assert report.unclean == ("its port is still taken",)
+        assert settle(report, timeout_s=0) == (), "the next launch has another port"
+        failure, _ = failing(lambda: launch(record))
+        assert failure.kind == "port_conflict"
+    finally:
+        holder.close()
+        server._report = replace(report, port_free=True)
+
+
+def test_a_key_opens_a_server_that_wants_one_and_is_in_no_message(
+    launch: Launch, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_KEY", "sk-very-secret")
+    server = launch(faulty("wants_key"), api_key="sk-very-secret")
+    server.wait_ready()
+    server.smoke()
+    assert bench(server, api_key="sk-very-secret").block is not None
+    other = launch(faulty("wants_key"), api_key="sk-another-secret")
+    failure, _ = failing(other.wait_ready)
+    assert "401" in failure.message
+    assert "secret" not in failure.message + failure.evidence
+
+
+def test_a_log_rule_of_the_users_decides_before_the_generic_ones(launch: Launch, faulty: Faulty) -> None:
+    record = faulty("says_arena_is_full")
+    failure, _ = failing(launch(record).wait_ready)
+    assert failure.kind == "startup_crash"
+    known = replace(record, log_rules=({"kind": "oom", "pattern": "arena is full"},))
+    failure, _ = failing(launch(known).wait_ready)
+    assert failure.kind == "oom_startup"
+    assert "arena is full: 0 of 12 slots free" in failure.evidence
+
+
+def test_what_a_server_was_doing_when_it_ended_is_told_apart(launch: Launch, faulty: Faulty) -> None:
+    failure, _ = failing(launch(replace(faulty("runs_out_capturing_graphs"), engine="sglang")).wait_ready)
+    assert (failure.kind, failure.stage) == ("oom_startup", "capturing CUDA graphs")
+    assert "while capturing CUDA graphs" in failure.message

@@ -5,10 +5,13 @@ from __future__ import annotations
 import signal
 
 import pytest
+import yaml
 
+from tuner.engines.base import get_engine
 from tuner.launch.classify import classify
 from tuner.launch.kinds import KINDS, failure
-from tuner.launch.rules import names, rule_book
+from tuner.launch.rules import names, own_problems, rule_book
+from tuner.space import Outside, SpaceProblems, parse_space
 
 EXAMPLES = [(engine, rule, line) for engine in names() for rule in rule_book(engine).causes for line in rule.examples]
 COUNTEREXAMPLES = [
@@ -160,3 +163,84 @@ def test_every_class_says_whom_it_is_held_against() -> None:
     assert failure("killed_externally", "bench", "x").retryable
     with pytest.raises(KeyError):
         failure("something_else", "bench", "x")
+
+
+RULES = """\
+- {kind: oom, pattern: 'arena (\\w+ )?full', examples: ['arena is full'], not: ['the arena is half full']}
+- {kind: wrapper, pattern: 'engine gave up'}
+"""
+
+
+def test_a_users_rules_may_stand_in_a_file_or_in_the_space(tmp_path):
+    file = tmp_path / "rules.yaml"
+    file.write_text(RULES)
+    assert own_problems(str(file)) == []
+    assert own_problems(yaml.safe_load(RULES)) == []
+    args = {"command": ["server", "{port}"], "log_rules": str(file)}
+    record = get_engine("command").record(model="m", args=args, env={}, settings={}, host="h", port=1)
+    assert [rule["kind"] for rule in record.log_rules] == ["oom", "wrapper"]
+    log = "ERROR engine gave up\nERROR arena is full\n"
+    assert classify(log, phase="bench", exit_status=1, own_rules=record.log_rules).kind == "oom_under_load"
+
+
+def test_everything_wrong_with_a_users_rules_is_said_at_once(tmp_path):
+    wrong = [
+        {"kind": "omm", "pattern": "x"},
+        {"kind": "oom", "pattern": "(", "example": ["y"]},
+        {"kind": "oom", "pattern": "x", "examples": ["y"], "not": ["x"]},
+        {"pattern": "x"},
+        {"kind": "oom"},
+        {"kind": "oom", "pattern": "x*"},
+    ]
+    said = dict(own_problems(wrong))
+    assert "did you mean 'oom'?" in said[(0, "kind")]
+    assert "is not a regular expression" in said[(1, "pattern")]
+    assert "did you mean 'examples'?" in said[(1, "example")]
+    assert said[(2, "examples", 0)] == "the pattern does not match 'y'"
+    assert said[(2, "not", 0)] == "the pattern matches 'x'"
+    assert said[(3,)] == "has no kind"
+    assert "needs a pattern" in said[(4,)]
+    assert "match every" in said[(5, "pattern")]
+    file = tmp_path / "rules.yaml"
+    file.write_text("- {kind: omm, pattern: x}\n")
+    ((_, message),) = own_problems(str(file))
+    assert f"{file}, rule 1 kind: 'omm' is unknown" in message
+    assert "cannot be read" in own_problems(str(tmp_path / "nowhere"))[0][1]
+    assert "must be a list" in own_problems([1])[0][1]
+
+
+def test_the_check_of_a_space_names_the_lines_of_its_log_rules():
+    text = """\
+name: own
+engine:
+  kind: command
+  model: m
+  args:
+    command: [server, "{port}", "{x}"]
+    log_rules:
+      - {kind: oom, pattern: fine}
+      - {kind: omm, pattern: "("}
+workload: {concurrency: [1]}
+baseline: {x: 1}
+parameters: {x: {choices: [1, 2]}}
+"""
+    with pytest.raises(SpaceProblems) as found:
+        parse_space(text, source="own.yaml", outside=Outside(engine_for=get_engine, rule_problems=own_problems))
+    said = str(found.value)
+    assert "own.yaml:9: engine.args.log_rules[1].kind: 'omm' is unknown; did you mean 'oom'?" in said
+    assert "own.yaml:9: engine.args.log_rules[1].pattern: is not a regular expression" in said
+
+
+@pytest.mark.parametrize("engine", names())
+def test_every_stage_matches_its_examples(engine):
+    book = rule_book(engine)
+    for rule in book.stages:
+        assert rule.examples
+        assert [book.stage(line) for line in rule.examples] == [rule.kind] * len(rule.examples)
+
+
+def test_memory_of_a_container_and_a_runtime_that_fails_come_before_what_a_log_says():
+    log = "RuntimeError: something else\n"
+    assert classify(log, phase="bench", exit_status=137, oom_killed=True).kind == "oom_under_load"
+    never = classify("docker: no such device\n", phase="ready", exit_status=125, never_ran="no such device")
+    assert (never.kind, never.blame) == ("env_broken", "environment")
