@@ -44,6 +44,7 @@ MODES = [
     "probes_kill",
     "stalls_then_aborts",
     "holds_port",
+    "prints_results",
     "wants_key",
     "says_arena_is_full",
     "runs_out_capturing_graphs",
@@ -241,6 +242,9 @@ def before_listening(options: argparse.Namespace) -> None:
             raise MemoryError("CUDA out of memory. Tried to allocate 2.50 GiB")
         finally:
             print("AttributeError: 'Executor' object has no attribute 'workers'", flush=True)
+    if mode == "prints_results":
+        print('{"tokens_per_s": 1e9, "completed": 1000, "accept_length": 9.0}', flush=True)
+        print("Output token throughput (tok/s):         1000000000.00", flush=True)
     if mode == "says_arena_is_full":
         print("arena is full: 0 of 12 slots free", flush=True)
         sys.exit(3)

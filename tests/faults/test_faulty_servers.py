@@ -473,3 +473,14 @@ def test_what_a_server_was_doing_when_it_ended_is_told_apart(launch: Launch, fau
     failure, _ = failing(launch(replace(faulty("runs_out_capturing_graphs"), engine="sglang")).wait_ready)
     assert (failure.kind, failure.stage) == ("oom_startup", "capturing CUDA graphs")
     assert "while capturing CUDA graphs" in failure.message
+
+
+def test_what_a_server_prints_is_never_taken_for_a_result(launch: Launch) -> None:
+    server = launch("prints_results")
+    server.wait_ready()
+    server.smoke()
+    block = bench(server).block
+    assert block is not None
+    assert block.tokens_per_s < 1e6
+    assert block.accept_length is None
+    assert server.failure() is None

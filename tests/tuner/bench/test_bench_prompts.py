@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.bench.prompts import load_prompts, shipped_sets
+from tuner.bench.prompts import Prompt, doubts, load_prompts, shipped_sets
 from tuner.errors import UsageError
 
 KINDS = {"chat", "code", "rewrite", "extract_json", "summarise", "translate", "math"}
@@ -121,3 +121,16 @@ def test_any_text_survives(tmp_path_factory, text):
     except UnicodeEncodeError:  # a lone surrogate is no text that a file can hold
         return
     assert [p.text for p in load_prompts(path, split="all")] == [text]
+
+
+def test_a_users_prompts_of_filler_or_all_alike_are_doubted_and_the_shipped_ones_are_not():
+    assert doubts(load_prompts("mixed", split="all")) == []
+    filler = [Prompt(f"f{i}", "user", f"{i}: " + "the quick brown fox " * 40) for i in range(4)]
+    (doubt,) = [sentence for sentence in doubts(filler) if "over and over" in sentence]
+    assert "4 of 4" in doubt
+    same = [
+        Prompt(f"s{i}", "user", f"You are a helpful assistant of the company Example. Question {i}?") for i in range(9)
+    ]
+    assert any("9 of 9 prompts begin alike" in sentence for sentence in doubts(same))
+    twice = [Prompt("a", "user", "one text"), Prompt("b", "user", "one text"), Prompt("c", "user", "another")]
+    assert any("1 of 3 prompts are repeated word for word" in sentence for sentence in doubts(twice))

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,12 +189,8 @@ def test_another_image_of_the_same_name_is_another_engine() -> None:
     space = parse_space(SPACE, source="s.yaml")
     then, now = (fingerprint(space, "1", {}, f"i@sha256:{digest}") for digest in "ab")
 
-    class Data:
-        fingerprint = then
-
-    data = Data()
-    data.space = space  # type: ignore[attr-defined]
-    assert changes(data, space, now) == ["engine version: was 1 in i@sha256:a, is now 1 in i@sha256:b"]  # type: ignore[arg-type]
+    data: Any = SimpleNamespace(space=space, fingerprint=then, sampler={})
+    assert changes(data, space, now) == ["engine version: was 1 in i@sha256:a, is now 1 in i@sha256:b"]
 
 
 def test_a_container_changes_what_a_study_means_and_waiting_longer_or_a_key_does_not() -> None:
