@@ -114,14 +114,26 @@ def speculates(record: LaunchRecord, block: Block) -> Gate | None:
     A server may report that it speculates, and reject every draft, or bypass it after the first request.
     """
     asked = record.expected.get("speculation", record.settings.get("speculation", "none"))
-    threshold = record.settings.get("disable_batch_threshold")
-    off_here = isinstance(threshold, int) and not isinstance(threshold, bool) and block.concurrency > threshold
+    off_here = _told_to_be_off({**record.expected, **record.settings}, block.concurrency)
     steps = block.counters.get("server_verify_steps")
     if asked in ("none", False) or off_here or steps is None:
         return None
     length = 1.0 if not steps or block.accept_length is None else block.accept_length
     said = "no verify step in the window" if not steps else f"tokens per verify step, over {steps:.0f} steps"
     return Gate("spec_inactive", round(length, 6), MIN_ACCEPT_LENGTH, length >= MIN_ACCEPT_LENGTH, said)
+
+
+def _told_to_be_off(settings: Mapping[str, Any], level: int) -> bool:
+    """Whether the settings turn speculation off at this many running requests, or leave that to the server."""
+    threshold = settings.get("disable_batch_threshold")
+    if isinstance(threshold, int) and not isinstance(threshold, bool) and level > threshold:
+        return True
+    depth: int | None = None
+    for entry in str(settings.get("steps_by_batch") or "").split(","):
+        requests, _, steps = entry.partition(":")
+        if requests.strip().isdigit() and int(requests) <= level:
+            depth = int(steps) if steps.strip().isdigit() else None
+    return depth == 0 or settings.get("policy") == "adaptive"
 
 
 def not_in_effect(mismatches: Sequence[Mismatch]) -> Failure | None:

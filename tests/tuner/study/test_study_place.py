@@ -130,6 +130,8 @@ def test_speculation_whose_drafts_are_all_rejected_or_that_never_drafts_is_inact
     assert drafted(0, None, {"speculation": "none"}) is None
     assert drafted(0, None, {**ngram, "disable_batch_threshold": 4}) is None, "it was told to be off at eight streams"
     assert not drafted(0, None, {**ngram, "disable_batch_threshold": 8}).ok
+    assert drafted(0, None, {**ngram, "steps_by_batch": "1:3,8:0"}) is None
+    assert not drafted(0, None, {**ngram, "steps_by_batch": "1:0,8:3"}).ok
 
 
 def test_a_candidate_that_speculates_in_vain_is_stopped_after_one_block_and_never_scored(tmp_path):
