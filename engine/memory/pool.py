@@ -26,6 +26,11 @@ class KVPool:
         """Keys and values of one layer, each [slots, G, D]."""
         return self._per_layer[index]
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all layers, each [layers, slots, G, D]."""
+        return self._k, self._v
+
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots (int64 [n]) in all layers; sources are read before any target is written."""
         self._k[:, target] = self._k[:, source]

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from engine.memory.pool import KVPool
 from engine.model.weights import Weights
-from engine.ops.base import Linear, Ops, View
+from engine.ops.base import Layer, Linear, Ops, Stack, View
 from engine.ops.grouped import KINDS, stack
-
-
-@dataclass(frozen=True)
-class _Layer:
-    attention_norm: Tensor
-    qkv: Linear
-    head_norms: tuple[Tensor, Tensor] | None
-    out: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
 
 
 class Llama:
@@ -49,14 +36,14 @@ class Llama:
             return ops.linear(torch.cat([take(name, size, columns) for name, size in parts]), shift, weights=kind)
 
         self._embedding = take("model.embed_tokens", config.vocab, h)
-        self._layers = []
+        layers = []
         for i in range(config.layers):
             at = f"model.layers.{i}"
             attention, mlp = f"{at}.self_attn", f"{at}.mlp"
             inputs = [(f"{attention}.{part}_proj", size) for part, size in (("q", q), ("k", kv), ("v", kv))]
             gates = [(f"{mlp}.{part}_proj", inner) for part in ("gate", "up")]
-            self._layers.append(
-                _Layer(
+            layers.append(
+                Layer(
                     attention_norm=take(f"{at}.input_layernorm", h),
                     qkv=linear(*inputs, columns=h, bias=config.qkv_bias),
                     head_norms=(take(f"{attention}.q_norm", d), take(f"{attention}.k_norm", d))
@@ -76,6 +63,10 @@ class Llama:
         head = self._head_weight if numbers is None else numbers
         self._head = ops.linear(head, as_float=True, weights=head_kind)
         self._rope = config.rope.tables(d, context_length)
+        self._layers = tuple(layers)
+        self._fused = ops.fuse(
+            Stack(self._layers, self._norm, self._rope, config.rms_eps, config.q_heads, config.kv_heads, d)
+        )
 
     @property
     def embedding(self) -> Tensor:
@@ -107,6 +98,8 @@ class Llama:
         """
         ops, config, eps = self.ops, self.config, self.config.rms_eps
         residual = self._embedding[view.tokens]
+        if self._fused is not None:
+            return self._fused(residual, view, *pool.tensors, layers)
         features = torch.empty(len(residual), len(layers) * config.hidden, dtype=self.dtype)
         normed = ops.rms_norm(residual, self._layers[0].attention_norm, eps)
         following = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]

@@ -56,6 +56,45 @@ class Linear(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer's parts; `head_norms`: of each head of the queries and the keys, [D] each (Qwen3)."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    head_norms: tuple[Tensor, Tensor] | None
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A model's layers and what they share; `rope`: see `Ops.rope_store`."""
+
+    layers: tuple[Layer, ...]
+    final_norm: Tensor
+    rope: tuple[Tensor, Tensor]
+    eps: float
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class Fused(Protocol):
+    """All layers in one call."""
+
+    def __call__(
+        self, residual: Tensor, view: View, k: Tensor, v: Tensor, wanted: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Final normed hidden states [T, H] and the wanted layers' outputs side by side [T, len(wanted) H].
+
+        residual: embeddings [T, H], overwritten. k, v: caches [layers, slots, G, D], written at the view's slots.
+        """
+        ...
+
+
 class Ops(Protocol):
     """One implementation of the operations; `describe` says what it is, for `/server_info`."""
 
@@ -101,6 +140,10 @@ class Ops(Protocol):
 
     def attention(self, qkv: Tensor, view: View, k_cache: Tensor, v_cache: Tensor, q_heads: int) -> Tensor:
         """Attention of the rows' queries over what the view lets them see, scaled by D**-0.5: [T, Q D]."""
+        ...
+
+    def fuse(self, stack: Stack) -> Fused | None:
+        """All layers as one call with the same results to the last bit, or None where there is no such call."""
         ...
 
     def argmax(self, logits: Tensor) -> Tensor:

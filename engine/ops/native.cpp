@@ -10,6 +10,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "linear.hpp"
@@ -381,6 +382,8 @@ void linear_bf16(const bf16* x, int64_t m, int64_t k, const bf16* packed, int64_
 
 } // namespace
 
+#include "layers.hpp"
+
 extern "C" {
 
 // How many threads share the work from now on, the caller included. Not while a kernel runs.
@@ -475,11 +478,14 @@ void st_pack_groups(int kind, const uint8_t* numbers, const uint16_t* scale, con
                             T* v_cache) {                                                                              \
     rope_store<T>(qkv, rows, q_heads, kv_heads, dim, cos_table, sin_table, positions, slots, k_cache, v_cache);        \
   }                                                                                                                    \
-  int st_attention_##NAME(const T* q, int64_t q_stride, const T* k, const T* v, const int32_t* page_table,             \
-                          int64_t pages_per_request, int page_size, const int32_t* table_row,                          \
-                          const int32_t* row_start, const int32_t* context, const uint8_t* mask,                       \
-                          const int64_t* mask_start, const int32_t* width, int64_t requests, int q_heads,              \
-                          int kv_heads, int dim, T* out) {                                                             \
+  int st_forward_##NAME(const StackRef* stack, const RowsRef* rows, T* residual, T* normed, const int32_t* wanted,     \
+                        int64_t wanted_count, T* features) {                                                           \
+    return forward<T>(*stack, *rows, residual, normed, wanted, wanted_count, features);                                \
+  }                                                                                                                    \
+  int st_attention_##NAME(                                                                                             \
+      const T* q, int64_t q_stride, const T* k, const T* v, const int32_t* page_table, int64_t pages_per_request,      \
+      int page_size, const int32_t* table_row, const int32_t* row_start, const int32_t* context, const uint8_t* mask,  \
+      const int64_t* mask_start, const int32_t* width, int64_t requests, int q_heads, int kv_heads, int dim, T* out) { \
     return attention_any<T>(q, q_stride, k, v, page_table, pages_per_request, page_size, table_row, row_start,         \
                             context, mask, mask_start, width, requests, q_heads, kv_heads, dim, out);                  \
   }

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from engine.cache import cache_dir
-from engine.ops.base import Linear, View
+from engine.ops.base import Fused, Linear, Stack, View
+from engine.ops.fused import FusedLayers, LinearRef
 from engine.ops.grouped import KINDS, GroupedWeight, quantize
 from engine.ops.reference import ReferenceOps
 
 _SOURCE = Path(__file__).with_name("native.cpp")
-_HEADERS = ("lanes.hpp", "linear.hpp", "numbers.hpp", "pool.hpp")
+_HEADERS = ("lanes.hpp", "layers.hpp", "linear.hpp", "numbers.hpp", "pool.hpp")
 _FLAGS = (
     *("-O3", "-std=c++20", "-fPIC", "-pthread", "-fopenmp-simd", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
@@ -56,11 +57,12 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_silu_mul": (None, (_P, _P, _I64, _I64)),
     "st_rope_store": (None, (_P, _I64, _I32, _I32, _I32, _P, _P, _P, _P, _P, _P)),
     "st_attention": (_I32, (_P, _I64, _P, _P, _P, _I64, _I32, *(_P,) * 6, _I64, _I32, _I32, _I32, _P)),
+    "st_forward": (_I32, (_P, _P, _P, _P, _P, _I64, _P)),
     "st_argmax": (None, (_P, _I64, _I64, _P)),
 }
-_TYPED = ("st_linear", "st_rms_norm", "st_silu_mul", "st_rope_store", "st_attention")
+_TYPED = ("st_linear", "st_rms_norm", "st_silu_mul", "st_rope_store", "st_attention", "st_forward")
 _SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
-_KIND_CODES = {"bf16": 0, "int8": 1, "int4": 2}
+_KIND_CODES = {"bf16": 0, "int8": 1, "int4": 2, "tiles": 3}
 HEAD_SIZES = (8, 16, 32, 64, 80, 96, 128, 256)
 
 
@@ -167,6 +169,7 @@ class NativeOps:
         self._silu_mul = getattr(lib, "st_silu_mul" + suffix)
         self._rope_store = getattr(lib, "st_rope_store" + suffix)
         self._attention = getattr(lib, "st_attention" + suffix)
+        self._forward = getattr(lib, "st_forward" + suffix)
 
     def describe(self, weights: str) -> dict[str, str]:
         """See `Ops.describe`."""
@@ -262,6 +265,20 @@ class NativeOps:
             raise NativeUnavailable(f"no attention kernel for heads of {dim}; there are {HEAD_SIZES}")
         return out
 
+    def fuse(self, stack: Stack) -> Fused | None:
+        """See `Ops.fuse`. Layers that normalise heads, or multiply by torch, are called one by one."""
+        if any(layer.head_norms for layer in stack.layers) or stack.head_dim not in HEAD_SIZES:
+            return None
+        refs = []
+        for layer in stack.layers:
+            four = [
+                linear for linear in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(linear, _Packed)
+            ]
+            if len(four) < 4:
+                return None
+            refs.append([linear.ref for linear in four])
+        return FusedLayers(self._forward, stack, refs)
+
     def argmax(self, logits: Tensor) -> Tensor:
         """See `Ops.argmax`."""
         out = torch.empty(logits.shape[0], dtype=torch.int64)
@@ -269,27 +286,40 @@ class NativeOps:
         return out
 
 
-class _VectorLinear:
-    """A weight packed in panels; the unpacked one is not kept."""
+class _Packed:
+    """A weight laid out for a kernel; the one it was made from is not kept."""
+
+    def __init__(self, kind: str, shape: tuple[int, int], packed: Tensor, bias: Tensor | None, as_float: bool) -> None:
+        self.out_features, self.in_features = shape
+        self._packed, self._bias = packed, None if bias is None else bias.float().contiguous()
+        self._pointer = packed.data_ptr()
+        self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
+        self._kind, self._as_float = _KIND_CODES[kind], as_float
+
+    @property
+    def ref(self) -> LinearRef:
+        """For calls of whole layers; valid while this lives."""
+        return LinearRef(self._kind, self.out_features, self.in_features, self._pointer, self._bias_pointer)
+
+
+class _VectorLinear(_Packed):
+    """By vectors: bfloat16, int8 or int4."""
 
     def __init__(
         self, lib: ctypes.CDLL, multiply: Any, weight: Tensor | GroupedWeight, bias: Tensor | None, as_float: bool
     ) -> None:
-        self.out_features, self.in_features = n, k = weight.shape
+        n, k = weight.shape
         kind = weight.kind if isinstance(weight, GroupedWeight) else "bf16"
-        self._kind, self._call = _KIND_CODES[kind], multiply
-        self._packed = torch.empty(lib.st_linear_size(self._kind, n, k), dtype=torch.uint8)
+        packed = torch.empty(lib.st_linear_size(_KIND_CODES[kind], n, k), dtype=torch.uint8)
         if isinstance(weight, GroupedWeight):
             numbers, scale = weight.numbers.contiguous(), weight.scale.contiguous()
             minimum = scale if weight.minimum is None else weight.minimum.contiguous()
-            pointers = (part.data_ptr() for part in (numbers, scale, minimum, self._packed))
-            lib.st_pack_groups(self._kind, *pointers, n, scale.shape[1])
+            pointers = (part.data_ptr() for part in (numbers, scale, minimum, packed))
+            lib.st_pack_groups(_KIND_CODES[kind], *pointers, n, scale.shape[1])
         else:
-            lib.st_pack_wide(weight.contiguous().data_ptr(), self._packed.data_ptr(), n, k)
-        self._bias = None if bias is None else bias.float().contiguous()
-        self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
-        self._pointer = self._packed.data_ptr()
-        self._as_float = as_float
+            lib.st_pack_wide(weight.contiguous().data_ptr(), packed.data_ptr(), n, k)
+        super().__init__(kind, (n, k), packed, bias, as_float)
+        self._call = multiply
 
     def __call__(self, x: Tensor) -> Tensor:
         x, rows = x.contiguous(), x.shape[0]
@@ -308,24 +338,19 @@ class _VectorLinear:
         return out
 
 
-class _TileLinear:
-    """A packed bfloat16 weight; the unpacked one is not kept."""
+class _TileLinear(_Packed):
+    """By matrix tiles: bfloat16."""
 
     def __init__(self, lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None, as_float: bool) -> None:
-        self.out_features, self.in_features = weight.shape
+        n, k = weight.shape
+        packed = torch.empty(lib.st_packed_size(n, k), dtype=torch.bfloat16)
+        lib.st_pack_bf16(weight.data_ptr(), packed.data_ptr(), n, k)
+        super().__init__("tiles", (n, k), packed, bias, as_float)
         self._call = lib.st_linear_tiles
-        size = lib.st_packed_size(self.out_features, self.in_features)
-        self._packed = torch.empty(size, dtype=torch.bfloat16)
-        lib.st_pack_bf16(weight.data_ptr(), self._packed.data_ptr(), self.out_features, self.in_features)
-        self._bias = None if bias is None else bias.float().contiguous()
-        self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
-        self._pointer = self._packed.data_ptr()
-        self._dtype = torch.float32 if as_float else torch.bfloat16
-        self._as_float = int(as_float)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
-        out = torch.empty(rows, self.out_features, dtype=self._dtype)
+        out = torch.empty(rows, self.out_features, dtype=torch.float32 if self._as_float else torch.bfloat16)
         self._call(
             x.data_ptr(),
             rows,
@@ -334,6 +359,6 @@ class _TileLinear:
             self.out_features,
             self._bias_pointer,
             out.data_ptr(),
-            self._as_float,
+            int(self._as_float),
         )
         return out

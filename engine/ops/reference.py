@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops.base import Linear, View
+from engine.ops.base import Fused, Linear, Stack, View
 from engine.ops.grouped import KINDS, GroupedWeight, grouped_linear, quantize
 
 
@@ -97,6 +97,10 @@ class ReferenceOps:
             weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
             out[first:last] = torch.einsum("hqk,khd->qhd", weights, values)
         return out.to(qkv.dtype).view(len(qkv), -1)
+
+    def fuse(self, stack: Stack) -> Fused | None:
+        """See `Ops.fuse`."""
+        return None
 
     def argmax(self, logits: Tensor) -> Tensor:
         """See `Ops.argmax`."""

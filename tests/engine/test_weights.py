@@ -12,9 +12,13 @@ import torch
 
 from engine.build import Core
 from engine.config import SpecConfig
+from engine.memory.pool import KVPool
 from engine.model.blocks import grouped
+from engine.model.llama import Llama
 from engine.model.source import ModelSource
 from engine.model.weights import open_weights
+from engine.ops.base import Stack, causal_view
+from engine.ops.native import NativeOps
 from tests.engine.conftest import generate, tiny_llama
 from tests.engine.test_model import write_gguf
 
@@ -74,9 +78,6 @@ def test_greedy_output_is_the_same_with_speculation_and_in_any_batch(
 
 
 def test_logits_stay_near_those_of_the_unrounded_weights(make_core: Callable[..., Core]) -> None:
-    from engine.memory.pool import KVPool
-    from engine.ops.base import causal_view
-
     tokens, found = torch.arange(60) % 97, {}
     for weights in ("auto", "int8", "int4"):
         core = make_core(weights=weights)
@@ -87,3 +88,29 @@ def test_logits_stay_near_those_of_the_unrounded_weights(make_core: Callable[...
     spread = found["auto"].std()
     assert (found["int8"] - found["auto"]).std() < 0.1 * spread
     assert (found["int4"] - found["auto"]).std() < 0.6 * spread
+
+
+class OneByOne(NativeOps):
+    """Without the call that runs all layers."""
+
+    def fuse(self, stack: Stack) -> None:
+        return None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_all_layers_in_one_call_are_the_layers_one_by_one(tiny_model: Path, weights: str, dtype: torch.dtype) -> None:
+    found = []
+    for ops in (NativeOps(dtype), OneByOne(dtype)):
+        model = Llama(open_weights(ModelSource("tiny", "hf", tiny_model), dtype), ops, dtype, 128, weights)
+        c = model.config
+        pool = KVPool(c.layers, 16, 8, c.kv_heads, c.head_dim, dtype)
+        for part in pool.tensors:
+            part.zero_()
+        pages = torch.arange(16, dtype=torch.int32).flip(0)[None]
+        with torch.inference_mode():
+            hidden, features = model.hidden(causal_view(torch.arange(50) % 97, pages, 8), pool, (2, 0))
+        found.append((hidden, features, *pool.tensors))
+    assert NativeOps(dtype).fuse(Stack(model._layers, model.final_norm, model._rope, 1e-5, 6, 2, 8)) is not None
+    for fused, single in zip(*found, strict=True):
+        assert torch.equal(fused, single)
