@@ -6,10 +6,23 @@ from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from engine.errors import UnsupportedModel
+from engine.errors import ModelBroken, UnsupportedModel
 from engine.model.rope import Rope
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+# Sizes, with the names that config.json has for them.
+_SIZES = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "q_heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab": "vocab_size",
+    "max_context": "max_position_embeddings",
+}
+_LARGEST = 2**31
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,21 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ModelBroken for figures that no model can have."""
+        for name, known_as in _SIZES.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= _LARGEST:
+                raise ModelBroken(f"{known_as} is {value!r}, which is no size")
+        if self.q_heads % self.kv_heads:
+            raise ModelBroken(
+                f"num_attention_heads ({self.q_heads}) is not a multiple of num_key_value_heads ({self.kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ModelBroken(f"head_dim is {self.head_dim}, which cannot be rotated in pairs")
+        if not 0 < self.rms_eps < 1 or not self.rope.theta > 1 or not self.rope.factor > 0:
+            raise ModelBroken("rms_norm_eps, rope_theta or the rope's factor is out of range")
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Keys and values of one token over all layers."""

@@ -27,6 +27,8 @@ from engine.model.config import ModelConfig
 from engine.model.source import ModelSource
 from engine.ops.grouped import GroupedWeight
 
+# What parsing bytes that are not what they should be can end in.
+_PARSING = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 _CONVERSION = 2  # raise when the meaning of cached conversions changes
 _GGUF_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _GGUF_TOP = {
@@ -109,20 +111,28 @@ def open_weights(source: ModelSource, dtype: torch.dtype, whole_numbers: bool = 
     if source.kind == "hf":
         return _open_folder(Path(source.path))
     path = Path(source.path)
-    if dtype != torch.bfloat16:
-        config, tensors = _read_gguf(path, dtype)
-        weights = Weights(config, tensors=tensors)
-    else:
-        weights = _open_converted(path)
-    if whole_numbers:
-        weights.blocks = cached_blocks(path, lambda: _read_blocks(path, weights.config))
+    try:
+        if dtype != torch.bfloat16:
+            config, tensors = _read_gguf(path, dtype)
+            weights = Weights(config, tensors=tensors)
+        else:
+            weights = _open_converted(path)
+        if whole_numbers:
+            weights.blocks = cached_blocks(path, lambda: _read_blocks(path, weights.config))
+    except ModelBroken as error:
+        raise ModelBroken(f"{path}: {error}") from error
+    except _PARSING as error:
+        raise ModelBroken(f"{path}: not a readable GGUF file: {error!r}") from error
     return weights
 
 
 def _open_folder(folder: Path) -> Weights:
     try:
-        config = ModelConfig.from_huggingface(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError) as error:
+        data = json.loads((folder / "config.json").read_text())
+        if not isinstance(data, dict):
+            raise ValueError("not a JSON object")
+        config = ModelConfig.from_huggingface(data)
+    except (OSError, ValueError, TypeError, AttributeError, ModelBroken) as error:
         raise ModelBroken(f"{folder / 'config.json'}: {error}") from error
     except KeyError as error:
         raise ModelBroken(f"{folder / 'config.json'}: {error} is missing") from error
@@ -159,10 +169,7 @@ def _open_converted(path: Path) -> Weights:
 def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelConfig, dict[str, Tensor]]:
     from gguf import GGUFReader, dequantize
 
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, OSError, IndexError, KeyError) as error:
-        raise ModelBroken(f"{path}: not a readable GGUF file: {error}") from error
+    reader = GGUFReader(path)
     # Strings of the vocabulary are not needed here and take seconds to decode.
     fields = {
         name: field.data if name == "tokenizer.ggml.tokens" else field.contents()
@@ -172,7 +179,7 @@ def _read_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelConfig, dict[str, T
     try:
         config = ModelConfig.from_gguf(fields, {tensor.name for tensor in reader.tensors})
     except KeyError as error:
-        raise ModelBroken(f"{path}: metadata key {error} is missing") from error
+        raise ModelBroken(f"metadata key {error} is missing") from error
     tensors = {}
     for tensor in reader.tensors:
         if tensor.tensor_type.name not in _GGUF_TYPES:

@@ -135,8 +135,10 @@ def _from_gguf(path: Path) -> Tokenizer:
         backend = build_tokenizer(metadata)
         entries = metadata["tokenizer.ggml.tokens"]
         names = {f"{name}_token": entries[index] for name, index in ids.items()}
-    except (KeyError, IndexError) as error:
-        raise TokenizerError(f"{path}: the vocabulary is incomplete ({error!r})") from error
+    except TokenizerError:
+        raise
+    except Exception as error:  # broken metadata fails anywhere, and the Rust constructor raises bare Exception
+        raise TokenizerError(f"{path}: the vocabulary is incomplete or broken ({error!r})") from error
     stops = [ids[name] for name in ("eos", "eot") if name in ids]
     return Tokenizer(backend, stops, metadata.get("tokenizer.chat_template"), names)
 
