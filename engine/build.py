@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ class Core:
             "epoch": self.epoch,
             "window": self._window(),
             "memory": {
+                "resident_bytes": _resident_bytes(),
                 "kv_pool_bytes": self.pool.nbytes,
                 "kv_pages": self.pages.total,
                 "kv_pages_free": self.pages.free,
@@ -103,7 +105,9 @@ class Core:
             "engine_prompt_tokens_total": stats.prompt,
             "engine_rounds_total": stats.rounds,
             "engine_rows_total": stats.rows,
+            "engine_requests_started_total": scheduler.started,
             "engine_requests_finished_total": scheduler.finished,
+            "engine_queue_seconds_total": scheduler.queued_s,
             "engine_preemptions_total": scheduler.preemptions,
             "engine_spec_verify_steps_total": stats.verify_steps,
             "engine_spec_drafted_tokens_total": stats.drafted,
@@ -123,6 +127,7 @@ class Core:
             "engine_kv_pages_cached": self.pages.cached,
             "engine_kv_pages_used": self.pages.used,
             "engine_kv_pages": self.pages.total,
+            "engine_kv_cache_usage_ratio": self.pages.used / self.pages.total,
             "engine_prefix_cache_queried_tokens_total": self.prefix.queried_tokens,
             "engine_prefix_cache_hit_tokens_total": self.prefix.hit_tokens,
             "engine_prefix_cache_evicted_pages_total": self.prefix.evicted_pages,
@@ -168,6 +173,14 @@ class Core:
             "ngram_min": spec.ngram_min,
             "ngram_max": spec.ngram_max,
         }
+
+
+def _resident_bytes() -> int | None:
+    """Memory that this process has in use; None where the kernel does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 _REASONS = {

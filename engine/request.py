@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from engine.ipc.messages import FinishReason, SamplingParams, TokenLogprob
@@ -23,6 +24,7 @@ class Request:
     cached: int = 0
     row: int = -1
     preemptions: int = field(default=0, repr=False)
+    arrived: float = field(default_factory=time.monotonic, repr=False)
     hit: int = field(default=0, repr=False)
     """Tokens of the prompt that the prefix cache had when the request first ran."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)

@@ -74,7 +74,8 @@ def warm_up(core: Core) -> None:
     core.scheduler.check()
     core.prefix.flush()
     core.prefix.queried_tokens = core.prefix.hit_tokens = 0
-    core.scheduler.finished = 0
+    core.scheduler.finished = core.scheduler.started = 0
+    core.scheduler.queued_s = 0.0
     core.round.stats = type(core.round.stats)()
     core.gate.transitions = 0
     core.gate.current = None

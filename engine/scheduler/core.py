@@ -8,6 +8,7 @@ round's own arrays (see `engine.spec.round`).
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class Scheduler:
         self.alarm = AcceptanceAlarm()
         self.preemptions = 0
         self.finished = 0
+        self.started = 0
+        self.queued_s = 0.0
 
     @property
     def running(self) -> int:
@@ -184,6 +187,8 @@ class Scheduler:
             request.cached = self._prefix.attach(request.row, request.tokens, shared)
             if not request.preemptions:
                 request.hit = request.cached
+                self.started += 1
+                self.queued_s += time.monotonic() - request.arrived
             self._running[request.rid] = request
             drafter = self._round.drafter
             self._chores.append(partial(drafter.add, request.rid, request.row, tuple(request.tokens)))

@@ -40,7 +40,7 @@ class EngineClient:
         self, channel: Sender, on_tokens: Callable[[int], None] = lambda count: None, most: int = sys.maxsize
     ) -> None:
         """`on_tokens` is told how many output tokens each message brought. `most` sequences run or wait at a time."""
-        self._most = most
+        self.most = most
         self._channel = channel
         self._on_tokens = on_tokens
         self._rids = itertools.count(1)
@@ -63,8 +63,8 @@ class EngineClient:
         """
         if self.down is not None:
             raise self.down
-        if len(self._running) + len(sequences) > self._most:
-            message = f"{len(self._running)} sequences run or wait, and the server keeps {self._most}; try again later"
+        if len(self._running) + len(sequences) > self.most:
+            message = f"{len(self._running)} sequences run or wait, and the server keeps {self.most}; try again later"
             raise RequestError(429, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
         generation = Generation(self)
         for index, (prompt_ids, sampling) in enumerate(sequences):

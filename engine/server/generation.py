@@ -112,6 +112,7 @@ class Job:
         metrics = self.service.metrics
         open_choices = set(range(self.choices))
         first = True
+        last: dict[int, float] = {}
         echoing = set(open_choices) if self.echoes is not None else set()
         while open_choices:
             batch = []
@@ -119,6 +120,10 @@ class Job:
                 if index not in open_choices:
                     continue
                 self.cached_tokens += update.cached_tokens
+                now = time.perf_counter()
+                if update.token_ids and index in last:
+                    metrics.itl.observe((now - last[index]) / len(update.token_ids))
+                last[index] = now
                 text = self.texts[index]
                 before = text.tokens
                 new = text.feed(update.token_ids)

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 _NAME = re.compile(r"(?P<name>[a-zA-Z_]\w*)(?:\{(?P<labels>.*)\})?", re.ASCII)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
 
@@ -31,6 +32,12 @@ class Metrics:
             "engine_http_time_to_first_token_seconds",
             "From the request's arrival to its first output token",
             buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.itl = Histogram(
+            "engine_http_inter_token_seconds",
+            "Between two updates of a sequence, by the number of tokens in the later one",
+            buckets=_TOKEN_SECONDS,
             registry=self.registry,
         )
         self.e2e = Histogram(

@@ -14,8 +14,11 @@ from starlette.responses import JSONResponse, Response
 from engine import __version__
 from engine.errors import EngineError
 from engine.ipc.messages import SamplingParams
+from engine.server.body import BODY_S, MAX_BODY_BYTES
 from engine.server.client import Watch
+from engine.server.connection import HEAD_S, MAX_HEAD_BYTES, STALL_S, Connection
 from engine.server.errors import RequestError
+from engine.server.schema import MAX_PROMPTS
 from engine.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -73,7 +76,18 @@ async def server_info(request: Request) -> Response:
     except TimeoutError as error:
         message = f"the model process did not answer within {ASK_S:g} s"
         raise RequestError(503, message, code="no_answer") from error
-    return JSONResponse(merge_info(service.config.public(), service.name, service.port, half))
+    limits = {
+        "max_body_bytes": MAX_BODY_BYTES,
+        "max_head_bytes": MAX_HEAD_BYTES,
+        "max_connections": Connection.most,
+        "max_choices": MAX_PROMPTS,
+        "max_sequences": service.client.most,
+        "head_s": HEAD_S,
+        "body_s": BODY_S,
+        "stall_s": STALL_S,
+    }
+    info = merge_info(service.config.public(), service.name, service.port, half)
+    return JSONResponse({**info, "limits": limits})
 
 
 async def flush_cache(request: Request) -> Response:

@@ -17,6 +17,7 @@ def _generated(http) -> float:
 
 def test_server_info_has_requested_effective_and_why_they_differ(http):
     info = http.get("/server_info").json()
+    assert info["limits"]["max_body_bytes"] == 4 * 1024 * 1024
     assert {"version", "model", "requested", "effective", "differences", "paths", "memory", "counters"} <= set(info)
     assert info["requested"]["port"] == 0
     assert info["effective"]["port"] == http.base_url.port
@@ -42,6 +43,8 @@ def test_metrics_count_requests_by_route_and_status(http):
     assert re.search(r'engine_http_requests_total{route="/v1/completions",status="400"} [1-9]', text)
     assert re.search(r'engine_http_requests_total{route="other",status="404"} [1-9]', text)
     assert "engine_http_time_to_first_token_seconds_bucket" in text
+    http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 12})
+    assert re.search(r"engine_http_inter_token_seconds_count [1-9]", http.get("/metrics").text)
     assert re.search(r'^toy_rounds_total{by="one"} \d', text, re.M)
     assert "engine_model_answered 1.0" in text
 
