@@ -166,6 +166,7 @@ class Core:
             "disable_batch_threshold": spec.disable_batch_threshold or "never",
             "steps_by_batch": schedule_text(spec.steps_by_batch),
             "policy": spec.policy,
+            "acceptance": "rejection" if self.round.rejection else "target",
             "spec_version": "v2" if self.scheduler.overlapping else "v1",
             "draft_head": spec.draft_head,
             "draft_model": spec.draft_model,
@@ -227,6 +228,7 @@ def build(config: EngineConfig) -> Core:
     prefix = PrefixCache(pages, lookahead=drafter.lookahead, enabled=config.prefix_cache)
     gate = SpecGate(config.spec)
     round_ = SpecRound(model, pool, pages, drafter)
+    round_.rejection = config.spec.acceptance == "rejection"
     scheduler = Scheduler(
         round_,
         pages,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from engine.config import (
+    ACCEPTANCE,
     DEFAULT_STEPS,
     DTYPES,
     POLICIES,
@@ -102,6 +103,9 @@ def serve(
     policy: Annotated[
         str, _option(f"{' or '.join(POLICIES)}: go below these depths where acceptance says so.")
     ] = SpecConfig.policy,
+    acceptance: Annotated[
+        str, _option(f"Of drafts at a temperature above 0: {' or '.join(ACCEPTANCE)}.")
+    ] = SpecConfig.acceptance,
     draft_head: Annotated[str | None, _option("Head of the eagle3 drafter; default: the one that ships.")] = None,
     draft_model: Annotated[str | None, _option("Model of the draft_model drafter.")] = None,
     hybrid: Annotated[str, _option("The two drafters that hybrid composes.")] = ",".join(SpecConfig.hybrid),
@@ -153,6 +157,7 @@ def serve(
             disable_batch_threshold=threshold,
             steps_by_batch=table,
             policy=policy,
+            acceptance=acceptance,
             draft_head=draft_head,
             draft_model=draft_model,
             hybrid=(first, second),

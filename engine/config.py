@@ -25,6 +25,7 @@ DRAFTERS = {
 SPECULATION = tuple(DRAFTERS)
 MOST_DRAFT_TOKENS = 64
 POLICIES = ("fixed", "adaptive")
+ACCEPTANCE = ("target", "rejection")
 DEFAULT_STEPS = 3
 _MOST = {
     "page_size": 1024,
@@ -94,6 +95,10 @@ class SpecConfig:
         steps_by_batch: (running requests, draft depth) in rising order: from that many on, that deep; None: always
             `num_steps`. `disable_batch_threshold` T is short for ((1, num_steps), (T + 1, 0)).
         policy: "fixed" follows these settings; "adaptive" goes below them where measured acceptance says so.
+        acceptance: of drafts at a temperature above 0. "target": a draft is the drafter's best guess, and stands when
+            the target samples it; a seeded request yields the same text as without speculation. "rejection": chains
+            are sampled from the drafter and kept with the ratio of the probabilities; the distribution is the same and
+            more is kept where text is uncertain, but the text of a seed depends on the drafter.
         spec_version: "v1" synchronous or "v2" overlap scheduling.
         ngram_min, ngram_max: lengths of the suffix looked up by the `ngram` drafter, longest first.
         draft_head: safetensors file of the `eagle3` drafter; None: the one that ships for the model.
@@ -108,6 +113,7 @@ class SpecConfig:
     disable_batch_threshold: int | None = None
     steps_by_batch: tuple[tuple[int, int], ...] | None = None
     policy: str = "fixed"
+    acceptance: str = "target"
     spec_version: str = "v1"
     ngram_min: int = 2
     ngram_max: int = 4
@@ -135,6 +141,10 @@ class SpecConfig:
         found += self._schedule_problems()
         if self.policy not in POLICIES:
             found.append(f"policy: '{self.policy}' is unknown; valid: {', '.join(POLICIES)}")
+        if self.acceptance not in ACCEPTANCE:
+            found.append(f"acceptance: '{self.acceptance}' is unknown; valid: {', '.join(ACCEPTANCE)}")
+        elif self.acceptance == "rejection" and self.topk > 1:
+            found.append(f"acceptance: 'rejection' is for chains (topk 1), not topk {self.topk}; valid: target")
         if self.spec_version not in ("v1", "v2"):
             found.append(f"spec_version: '{self.spec_version}' is unknown; valid: v1, v2")
         if not 1 <= self.ngram_min <= self.ngram_max:

@@ -22,6 +22,7 @@ HOT: dict[str, str] = {
     "disable_batch_threshold": "a whole number or 'never'",
     "steps_by_batch": "an object of running requests to draft depth, the same as text (1:0,8:3), or null",
     "policy": "text",
+    "acceptance": "text",
 }
 """Each setting and what it takes."""
 
@@ -50,6 +51,7 @@ def reconfigure(core: Core, changes: Mapping[str, Any]) -> tuple[dict[str, Any],
         before = core.gate.transitions
         core.scheduler.gate = SpecGate(new)
         core.gate.transitions = before
+    core.round.rejection = new.acceptance == "rejection"
     core.epoch += 1
     core.reset_window()
     effective = core.effective()

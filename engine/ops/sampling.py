@@ -11,6 +11,11 @@ from engine.ops.base import Ops
 _FIRST_LOOK = 1024
 """Candidates sorted first for top-p; the whole row is sorted only where their mass falls short."""
 
+DRAFT_STREAM, KEEP_STREAM, REST_STREAM = (
+    np.uint64(n) for n in (0x9E6C63D0876A9A47, 0x5851F42D4C957F2D, 0xC2B2AE3D27D4EB4F)
+)
+"""Flipped in a seed for coins of their own: of sampled drafts, of keeping them, and of what replaces them."""
+
 
 def coins(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Uniform float64 in [0, 1) from (seed, position), both uint64 [n]: splitmix64 (Steele et al., 2014).
@@ -76,7 +81,7 @@ def distribution(logits: Tensor, temperature: float, top_k: int = 0, top_p: floa
 def _from_all(scaled: Tensor, top_k: np.ndarray, top_p: Tensor, coin: Tensor) -> Tensor:
     """Tokens, int64 [n], for rows without top-k and top-p."""
     del top_k, top_p
-    return _inverse(scaled.exp(), coin)
+    return inverse(scaled.exp(), coin)
 
 
 def _from_head(scaled: Tensor, top_k: np.ndarray, top_p: Tensor, coin: Tensor) -> Tensor:
@@ -100,11 +105,12 @@ def _from_head(scaled: Tensor, top_k: np.ndarray, top_p: Tensor, coin: Tensor) -
     whole = torch.where(torch.from_numpy(plain), 1.0, weights.sum(-1)).unsqueeze(1)
     before = weights.cumsum(-1) - weights
     weights = weights.masked_fill(before >= top_p.unsqueeze(1) * whole, 0.0)
-    return order.gather(1, _inverse(weights, coin).unsqueeze(1)).squeeze(1)
+    return order.gather(1, inverse(weights, coin).unsqueeze(1)).squeeze(1)
 
 
-def _inverse(weights: Tensor, coin: Tensor) -> Tensor:
-    """First index whose cumulative weight exceeds coin * total; never one of weight zero."""
+def inverse(weights: Tensor, coin: Tensor) -> Tensor:
+    """Of each row of weights [n, V], which need not sum to 1: the first index whose cumulative weight exceeds
+    coin * total; never one of weight zero."""
     cumulative = weights.cumsum(-1)
     at = torch.searchsorted(cumulative, (coin * cumulative[:, -1]).unsqueeze(1), right=True).squeeze(1)
     last = (weights > 0).long().mul(torch.arange(weights.shape[1])).amax(-1)

@@ -12,15 +12,33 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.config import DraftLimits, DraftShape, SpecConfig
 from engine.memory.pool import Pages
 from engine.model.llama import Llama
+from engine.ops.base import Ops
+from engine.ops.sampling import DRAFT_STREAM, coins, inverse
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafts that were sampled, and from what. A draft without one was chosen, not sampled.
+
+    Attributes:
+        nodes: int64 [n], indices into the tree's nodes.
+        q: float64 [n, Vd], the distribution of each over the draft vocabulary.
+        hot: int64 [Vd], target ids of the draft's ids; None: they are the same.
+    """
+
+    nodes: np.ndarray
+    q: Tensor
+    hot: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,7 @@ class DraftTree:
         depth: int64 [N], 0 for a root.
         start: int64 [B + 1].
         chain: whether no node has two children, so that positions are consecutive and the mask is causal.
+        proposals: of the drafts that were sampled; only in chains.
     """
 
     tokens: np.ndarray
@@ -40,6 +59,7 @@ class DraftTree:
     depth: np.ndarray
     start: np.ndarray
     chain: bool
+    proposals: tuple[Proposal, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,6 +81,8 @@ class Asked:
         roots: int64 [B], the bonus tokens.
         steps: int64 [B], depth allowed for each; 0: the root alone.
         shape: of the round; `steps` are at most its `num_steps`.
+        temperature: float64 [B], above 0 where drafts are to be sampled (acceptance "rejection"), else 0.
+        seeds: uint64 [B], of the requests.
     """
 
     rids: Sequence[int]
@@ -69,11 +91,14 @@ class Asked:
     roots: np.ndarray
     steps: np.ndarray
     shape: DraftShape
+    temperature: np.ndarray
+    seeds: np.ndarray
 
     def subset(self, which: np.ndarray) -> Asked:
         """Only the requests at these indices."""
         rids = [self.rids[i] for i in which.tolist()]
-        return Asked(rids, self.rows[which], self.lengths[which], self.roots[which], self.steps[which], self.shape)
+        rows, lengths, roots, steps = (a[which] for a in (self.rows, self.lengths, self.roots, self.steps))
+        return Asked(rids, rows, lengths, roots, steps, self.shape, self.temperature[which], self.seeds[which])
 
 
 @dataclass(frozen=True)
@@ -147,11 +172,43 @@ def roots_and_chains(roots: Sequence[int] | np.ndarray, drafts: Sequence[Sequenc
     return _chains(tokens, start)
 
 
-def padded_chains(roots: np.ndarray, drafts: np.ndarray, lengths: np.ndarray) -> DraftTree:
-    """Chains: root [B] followed by the first lengths[b] of drafts [B, S]."""
-    every = np.concatenate((roots[:, None], drafts), axis=1)
-    kept = np.arange(every.shape[1]) <= lengths[:, None]
-    return _chains(every[kept], np.concatenate(([0], np.cumsum(1 + lengths))))
+class ChainBuilder:
+    """Drafts chains for B requests step by step, each chosen or, where a temperature asks for it, sampled."""
+
+    def __init__(self, ops: Ops, asked: Asked, hot: Tensor | None = None) -> None:
+        """`hot` int64 [Vd]: target ids of the draft's ids; None: they are the same."""
+        self._ops, self._asked, self._hot = ops, asked, hot
+        self._drafts: list[np.ndarray] = []
+        self._q: list[Tensor] = []
+        self._sampled = np.flatnonzero(asked.temperature > 0)
+
+    def add(self, logits: Tensor) -> np.ndarray:
+        """The next draft of every request, int64 [B] target ids, given its logits [B, Vd]."""
+        asked, some = self._asked, self._sampled
+        ids = np.maximum(self._ops.argmax(logits).numpy(), 0)
+        if len(some):
+            scaled = logits[torch.from_numpy(some)].double() / torch.from_numpy(asked.temperature[some]).unsqueeze(1)
+            q = scaled.softmax(-1).nan_to_num(1.0)
+            position = (asked.lengths[some] + 1 + len(self._drafts)).astype(np.uint64)
+            ids[some] = inverse(q, torch.from_numpy(coins(asked.seeds[some] ^ DRAFT_STREAM, position))).numpy()
+            self._q.append(q)
+        drafts = ids if self._hot is None else self._hot[torch.from_numpy(ids)].numpy()
+        self._drafts.append(drafts)
+        return drafts
+
+    def tree(self) -> DraftTree:
+        """Root b followed by as many of its drafts as were asked for."""
+        asked = self._asked
+        every = np.stack([asked.roots, *self._drafts], axis=1)
+        kept = np.arange(every.shape[1]) <= asked.steps[:, None]
+        tree = _chains(every[kept], np.concatenate(([0], np.cumsum(1 + asked.steps))))
+        proposals = []
+        for i, q in enumerate(self._q):
+            used = asked.steps[self._sampled] > i
+            nodes = tree.start[:-1][self._sampled][used] + i + 1
+            if len(nodes):
+                proposals.append(Proposal(nodes, q[torch.from_numpy(used)], self._hot))
+        return replace(tree, proposals=tuple(proposals))
 
 
 def _chains(tokens: np.ndarray, start: np.ndarray) -> DraftTree:
@@ -175,12 +232,22 @@ def joined(first: DraftTree, second: DraftTree, from_second: np.ndarray) -> Draf
     source = base[owner] + local
     parent = np.concatenate((first.parent, second.parent))[source]
     shift = start[owner] - np.where(from_second[owner], base[owner] - len(first.tokens), base[owner])
+    place = np.full(len(first.tokens) + len(second.tokens), -1)
+    place[source] = np.arange(len(source))
+    second_proposals = (replace(p, nodes=p.nodes + len(first.tokens)) for p in second.proposals)
+    proposals = []
+    for proposal in (*first.proposals, *second_proposals):
+        nodes = place[proposal.nodes]
+        left = nodes >= 0
+        if left.any():
+            proposals.append(Proposal(nodes[left], proposal.q[torch.from_numpy(left)], proposal.hot))
     return DraftTree(
         np.concatenate((first.tokens, second.tokens))[source],
         np.where(parent < 0, -1, parent + shift),
         np.concatenate((first.depth, second.depth))[source],
         start,
         first.chain and second.chain,
+        tuple(proposals),
     )
 
 

@@ -18,7 +18,17 @@ from engine.model.llama import Llama
 from engine.model.source import resolve
 from engine.model.weights import open_weights
 from engine.ops.base import View
-from engine.spec.base import Asked, Check, DraftTree, Seen, Surroundings, padded_chains, register
+from engine.spec.base import (
+    Asked,
+    ChainBuilder,
+    Check,
+    DraftTree,
+    Seen,
+    Surroundings,
+    joined,
+    register,
+    roots_and_chains,
+)
 
 
 @register("draft_model")
@@ -58,18 +68,22 @@ class DraftModelDrafter:
 
     def propose(self, asked: Asked) -> DraftTree:
         """See `Drafter.propose`."""
-        deepest = int(asked.steps.max(initial=0))
-        drafts = np.empty((len(asked.rids), deepest), dtype=np.int64)
-        some = np.flatnonzero(asked.steps)
-        token, each = asked.roots[some], np.arange(len(some))
+        wanting = asked.steps > 0
+        if not wanting.any():
+            return roots_and_chains(asked.roots, [()] * len(asked.rids))
+        some = asked if wanting.all() else asked.subset(np.flatnonzero(wanting))
+        builder, token = ChainBuilder(self._model.ops, some), some.roots
+        each, start = np.arange(len(some.rids)), np.arange(len(some.rids) + 1)
+        deepest = int(some.steps.max())
         with torch.inference_mode():
             for i in range(deepest):
-                at = asked.lengths[some] + i
-                view = self._view(asked.rows[some], each, token, at, at, np.arange(len(some) + 1), each)
-                token = np.maximum(self._model.ops.argmax(self._model.forward(view, self._pool)).numpy(), 0)
-                drafts[some, i] = token
-        self._drafted[asked.rows[some]] = deepest
-        return padded_chains(asked.roots, drafts, asked.steps)
+                at = some.lengths + i
+                view = self._view(some.rows, each, token, at, at, start, each)
+                token = builder.add(self._model.forward(view, self._pool))
+        self._drafted[some.rows] = deepest
+        if wanting.all():
+            return builder.tree()
+        return joined(roots_and_chains(asked.roots, [()] * len(asked.rids)), builder.tree(), wanting)
 
     def observe(self, seen: Seen) -> None:
         """See `Drafter.observe`. Runs the committed tokens that drafting has not run already."""

@@ -22,12 +22,12 @@ from engine.model.head_file import fingerprint, load_head
 from engine.ops.base import View
 from engine.spec.base import (
     Asked,
+    ChainBuilder,
     Check,
     DraftTree,
     Seen,
     Surroundings,
     joined,
-    padded_chains,
     register,
     roots_and_chains,
 )
@@ -95,14 +95,13 @@ class Eagle3Drafter:
         rows, lengths, deepest = asked.rows, asked.lengths, int(asked.steps.max())
         count = len(rows)
         each, start = np.arange(count), np.arange(count + 1)
-        drafts = np.empty((count, deepest), dtype=np.int64)
-        x = self._hidden[torch.from_numpy(rows)]
-        for i in range(deepest):
-            if i:
-                at = lengths + i - 1
-                x = self._head.step(x, self._view(rows, each, drafts[:, i - 1], at, at, start), self._pool)
-            drafts[:, i] = self._head.hot[self._ops.argmax(self._head.logits(x))].numpy()
-        return padded_chains(asked.roots, drafts, asked.steps)
+        x, builder = self._hidden[torch.from_numpy(rows)], ChainBuilder(self._ops, asked, self._head.hot)
+        drafts = builder.add(self._head.logits(x))
+        for i in range(1, deepest):
+            at = lengths + i - 1
+            x = self._head.step(x, self._view(rows, each, drafts, at, at, start), self._pool)
+            drafts = builder.add(self._head.logits(x))
+        return builder.tree()
 
     def _trees(self, asked: Asked) -> DraftTree:
         rows, lengths, topk = asked.rows, asked.lengths, asked.shape.topk

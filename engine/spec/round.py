@@ -21,7 +21,8 @@ from engine.ipc.messages import TokenLogprob
 from engine.memory.pool import KVPool, Pages
 from engine.model.llama import Llama
 from engine.ops.base import View
-from engine.ops.sampling import choose, coins
+from engine.ops.rejection import keep_or_sample, probabilities
+from engine.ops.sampling import KEEP_STREAM, REST_STREAM, choose, coins
 from engine.request import Request
 from engine.spec.accept import Accepted, accept, ancestor_mask
 from engine.spec.base import Asked, Drafter, DraftTree, Seen
@@ -99,6 +100,7 @@ class SpecRound:
         self._model, self._pool, self._pages, self.drafter = model, pool, pages, drafter
         self._length = np.zeros(pages.rows, dtype=np.int64)
         self._bonus = np.zeros(pages.rows, dtype=np.int64)
+        self.rejection = False
         self.stats = RoundStats()
 
     def run(self, work: Sequence[Work], shape: DraftShape) -> RoundResult:
@@ -156,7 +158,18 @@ class SpecRound:
             roots[i] = work[i].prompt[-1]
         steps = np.fromiter((w.steps for w in work), dtype=np.int64, count=count)
         rids = [w.request.rid for w in work if w.following is None]
-        asked = Asked(rids, rows[ending], (context + prompts)[ending], roots[ending], steps[ending], shape)
+        requests = [w.request for w in work if w.following is None]
+        hot = [r.sampling.temperature if self.rejection and r.sampling.top_k != 1 else 0.0 for r in requests]
+        asked = Asked(
+            rids,
+            rows[ending],
+            (context + prompts)[ending],
+            roots[ending],
+            steps[ending],
+            shape,
+            np.array(hot, dtype=np.float64),
+            np.array([r.seed for r in requests], dtype=np.uint64),
+        )
         nothing = np.empty(0, dtype=np.int64)
         return asked, _Layout(rows, context, prompts, ending, nothing, nothing, nothing, nothing)
 
@@ -221,16 +234,25 @@ class SpecRound:
             return np.repeat(np.array(values, dtype=dtype), sizes)
 
         sampling = [request.sampling for request in ending]
-        position = np.repeat(lengths + 1, sizes) + tree.depth
-        return choose(
-            self._model.ops,
-            logits,
-            per_node([s.temperature for s in sampling], np.float64),
-            per_node([s.top_k for s in sampling], np.int64),
-            per_node([s.top_p for s in sampling], np.float64),
-            coins(per_node([request.seed for request in ending], np.uint64), position.astype(np.uint64)),
-            per_node([s.min_p for s in sampling], np.float64),
-        )
+        position = (np.repeat(lengths + 1, sizes) + tree.depth).astype(np.uint64)
+        seeds = per_node([request.seed for request in ending], np.uint64)
+        temperature = per_node([s.temperature for s in sampling], np.float64)
+        top_k = per_node([s.top_k for s in sampling], np.int64)
+        top_p = per_node([s.top_p for s in sampling], np.float64)
+        min_p = per_node([s.min_p for s in sampling], np.float64)
+        coin = coins(seeds, position)
+        chosen = choose(self._model.ops, logits, temperature, top_k, top_p, coin, min_p)
+        for proposal in tree.proposals:
+            above = tree.parent[proposal.nodes]
+            sound = chosen[above] >= 0
+            above, nodes = above[sound], proposal.nodes[sound]
+            p = probabilities(
+                logits[torch.from_numpy(above)], temperature[above], top_k[above], top_p[above], min_p[above]
+            )
+            keep, rest = (coins(seeds[above] ^ stream, position[above]) for stream in (KEEP_STREAM, REST_STREAM))
+            q = proposal.q[torch.from_numpy(sound)]
+            chosen[above] = keep_or_sample(p, q, proposal.hot, tree.tokens[nodes], keep, rest)
+        return chosen
 
     def _compact(self, asked: Asked, tree: DraftTree, path: np.ndarray) -> None:
         """Bring the accepted nodes' keys and values to the front, so that what follows may assume a chain."""

@@ -55,6 +55,8 @@ def standing(core: Core, length: int) -> Asked:
         np.array([request.tokens[-1]]),
         np.array([spec.num_steps]),
         spec.shape,
+        np.zeros(1),
+        np.zeros(1, dtype=np.uint64),
     )
 
 

@@ -33,6 +33,7 @@ _SPECULATION = {
     ),
     "steps_by_batch": SettingSpec("str", "draft depth by running requests, as in 1:0,8:3,64:0"),
     "policy": SettingSpec("str", "adaptive: go below these depths where acceptance says so", choices=_POLICIES),
+    "acceptance": SettingSpec("str", "of drafts at a temperature above 0", choices=("target", "rejection")),
     "draft_head": SettingSpec("str", "file of the eagle3 drafter's head; default: the one that ships"),
     "draft_model": SettingSpec("str", "model of the draft_model drafter"),
     "hybrid": SettingSpec("str", "the two drafters that hybrid composes, as in ngram,eagle3"),
@@ -57,7 +58,7 @@ _ENGINE = {
 
 _HOT = (
     *("speculation", "num_steps", "topk", "num_draft_tokens", "spec_version"),
-    *("disable_batch_threshold", "steps_by_batch", "policy"),
+    *("disable_batch_threshold", "steps_by_batch", "policy", "acceptance"),
 )
 
 
@@ -162,6 +163,8 @@ def _combination(values: Mapping[str, Any]) -> list[str]:
     elif topk > 1 and rows > _capacity(steps, topk):
         most = _capacity(steps, topk)
         found.append(f"num_draft_tokens: a tree of {steps} steps and topk {topk} holds at most {most}, not {rows}")
+    if topk > 1 and values.get("acceptance") == "rejection":
+        found.append(f"acceptance: 'rejection' is for chains (topk 1), not topk {topk}; valid: target")
     if "steps_by_batch" in values:
         found += _schedule(str(values["steps_by_batch"]), steps)
         if values.get("disable_batch_threshold", "never") != "never":
