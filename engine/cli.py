@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -55,8 +58,7 @@ def _option(help_text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help_text, **more)
 
 
-@app.command()
-def serve(
+def _settings(
     model: Annotated[str, _option("Known name, .gguf file, Hugging Face folder, or hub id.")] = EngineConfig.model,
     host: Annotated[str, _option("Address to listen on.")] = EngineConfig.host,
     port: Annotated[int, _option("Port to listen on; 0 picks a free one.")] = EngineConfig.port,
@@ -111,8 +113,8 @@ def serve(
     hybrid: Annotated[str, _option("The two drafters that hybrid composes.")] = ",".join(SpecConfig.hybrid),
     ngram_min: Annotated[int, _option("Shortest suffix that the ngram drafter looks up.")] = SpecConfig.ngram_min,
     ngram_max: Annotated[int, _option("Longest suffix that the ngram drafter looks up.")] = SpecConfig.ngram_max,
-) -> None:
-    """Serve a model over HTTP until SIGTERM or Ctrl-C."""
+) -> EngineConfig:
+    """The settings as given. Ends the command, with everything that is wrong with them."""
     problems = []
     steps = num_steps if num_steps is not None else (0 if speculation == "none" else DEFAULT_STEPS)
     threshold = None
@@ -176,9 +178,64 @@ def serve(
     if problems:
         _refuse(problems)
     configure_logging(log_level, log_format)
+    return config
+
+
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes `config` the options of all settings instead, behind its own."""
+    settings = inspect.signature(_settings, eval_str=True).parameters
+    own = {name: p for name, p in inspect.signature(command, eval_str=True).parameters.items() if name != "config"}
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        config = _settings(**{name: given.pop(name) for name in settings})
+        command(config=config, **given)
+
+    run.__signature__ = inspect.Signature([*own.values(), *settings.values()])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in (*own.values(), *settings.values())}
+    return run
+
+
+@app.command()
+@_with_settings
+def serve(config: EngineConfig) -> None:
+    """Serve a model over HTTP until SIGTERM or Ctrl-C."""
     from engine.server.launch import serve as run
 
     raise typer.Exit(run(config))
+
+
+@app.command()
+@_with_settings
+def bench(
+    config: EngineConfig,
+    streams: Annotated[str, _option("Requests at once: one figure, or several as in 1,8,32.")] = "1",
+    prompt_tokens: Annotated[int, _option("Random tokens of each prompt.")] = 64,
+    output_tokens: Annotated[int, _option("Tokens of each answer; end tokens are ignored.")] = 128,
+    repeats: Annotated[int, _option("Runs of each level; medians are printed.")] = 3,
+    prompts: Annotated[str | None, _option('JSON lines with "prompt" or "text" instead of random tokens.')] = None,
+) -> None:
+    """Measure the engine alone, in one process without HTTP; prints JSON."""
+    import json
+    from pathlib import Path
+
+    from engine.bench import run
+
+    try:
+        levels = [int(part) for part in streams.split(",")]
+    except ValueError:
+        levels = []
+    problems = [] if levels and min(levels) > 0 else [f"streams: '{streams}' is not of the form 1,8,32"]
+    lengths = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "repeats": repeats}
+    problems += [f"{name}: {value} is below 1" for name, value in lengths.items() if value < 1]
+    if problems:
+        _refuse(problems)
+    try:
+        result = run(config, levels, prompt_tokens, output_tokens, repeats, Path(prompts) if prompts else None)
+    except EngineError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    typer.echo(json.dumps(result, indent=2))
 
 
 @app.command()

@@ -58,8 +58,9 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         "server": {"config", "errors", "ipc", "logs", "model", "text", "worker"},
         "train": {"build", "cache", "config", "errors", "ipc", "memory", "model", "ops", "text"},
         "logs": set(),
+        "bench": {"build", "config", "errors", "ipc", "text", "worker"},
         "export": {"errors", "model", "text"},
-        "cli": {"cache", "config", "errors", "export", "logs", "model", "server", "train"},
+        "cli": {"bench", "cache", "config", "errors", "export", "logs", "model", "server", "train"},
     },
 }
 

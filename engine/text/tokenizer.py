@@ -87,6 +87,11 @@ class Tokenizer:
         return text.removeprefix(" ") if self._strips_space else text
 
     @property
+    def has_template(self) -> bool:
+        """Whether `render_chat` works at all."""
+        return self._template is not None
+
+    @property
     def begin_token_id(self) -> int | None:
         """The beginning-of-text token, where the model names one."""
         name = self._names.get("bos_token")
