@@ -271,6 +271,31 @@ def export_hf(
     typer.echo(folder)
 
 
+@app.command()
+def export_head(
+    folder: Annotated[str, typer.Argument(help="A new or empty folder.")],
+    model: Annotated[str, _option("The head's target.")] = EngineConfig.model,
+    head: Annotated[str | None, _option("Head to export; default: the one that ships for the target.")] = None,
+) -> None:
+    """Write a draft head as a Hugging Face folder, in the layout that vLLM and SGLang load."""
+    from pathlib import Path
+
+    configure_logging("info")
+    from engine.build import build
+    from engine.export_head import export_head as export
+    from engine.model.head_file import load_head
+    from engine.spec.eagle3 import find_head
+
+    try:
+        core = build(EngineConfig(model=model, max_running_requests=1, spec=SpecConfig(draft_head=head)))
+        file = load_head(find_head(core.surroundings), core.model, core.source.name)
+        export(file, core.model.config, Path(folder))
+    except EngineError as error:
+        logging.getLogger(__name__).error("%s", error)
+        raise typer.Exit(error.exit_code) from error
+    typer.echo(folder)
+
+
 def _refuse(problems: list[str]) -> None:
     for problem in problems:
         typer.echo(f"error: {problem}", err=True)

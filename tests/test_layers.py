@@ -60,7 +60,21 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         "logs": set(),
         "bench": {"build", "config", "errors", "ipc", "text", "worker"},
         "export": {"errors", "model", "text"},
-        "cli": {"bench", "cache", "config", "errors", "export", "logs", "model", "server", "train"},
+        "export_head": {"errors", "model"},
+        "cli": {
+            "bench",
+            "build",
+            "cache",
+            "config",
+            "errors",
+            "export",
+            "export_head",
+            "logs",
+            "model",
+            "server",
+            "spec",
+            "train",
+        },
     },
 }
 

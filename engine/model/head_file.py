@@ -62,6 +62,17 @@ def load_head(file: Path, target: Llama, target_name: str) -> HeadFile:
     Raises:
         ModelBroken: no such file, not a head, or one that was made for another target; the message says which.
     """
+    head = read_head(file)
+    _check(file, head, target, target_name)
+    return head
+
+
+def read_head(file: Path) -> HeadFile:
+    """A head, whatever its target.
+
+    Raises:
+        ModelBroken: no such file, or not a head.
+    """
     try:
         with safe_open(file, framework="pt") as opened:
             header = opened.metadata() or {}
@@ -70,20 +81,23 @@ def load_head(file: Path, target: Llama, target_name: str) -> HeadFile:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
     except (OSError, SafetensorError) as error:
         raise ModelBroken(f"draft_head: cannot read '{file}': {error}") from error
-    shape, about = HeadShape.from_dict(json.loads(header["shape"])), json.loads(header["about"])
-    _check(file, shape, about, target, target_name)
-    weights = {name: tensors[name] for name in shape.parameters() if name != "lm_head"}
-    weights["lm_head"] = tensors["lm_head.int8"].float() * tensors["lm_head.scale"].unsqueeze(-1)
+    try:
+        shape, about = HeadShape.from_dict(json.loads(header["shape"])), json.loads(header["about"])
+        weights = {name: tensors[name] for name in shape.parameters() if name != "lm_head"}
+        weights["lm_head"] = tensors["lm_head.int8"].float() * tensors["lm_head.scale"].unsqueeze(-1)
+        hot = tensors["hot_ids"].long()
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ModelBroken(f"draft_head: '{file}' is damaged: {type(error).__name__}: {error}") from error
     for name, size in shape.parameters().items():
         if tuple(weights[name].shape) != size:
             raise ModelBroken(f"draft_head: '{file}': {name} is {list(weights[name].shape)}, not {list(size)}")
-    hot = tensors["hot_ids"].long()
-    if len(hot) != shape.draft_vocab or int(hot.min()) < 0 or int(hot.max()) >= target.config.vocab:
-        raise ModelBroken(f"draft_head: '{file}' names token ids that the target ({target.config.vocab}) does not have")
+    if len(hot) != shape.draft_vocab:
+        raise ModelBroken(f"draft_head: '{file}' maps {len(hot)} draft tokens, not {shape.draft_vocab}")
     return HeadFile(shape, weights, hot, about)
 
 
-def _check(file: Path, shape: HeadShape, about: Mapping[str, Any], target: Llama, target_name: str) -> None:
+def _check(file: Path, head: HeadFile, target: Llama, target_name: str) -> None:
+    shape, about, hot = head.shape, head.about, head.hot
     if shape.hidden != target.config.hidden:
         raise ModelBroken(
             f"draft_head: '{file}' is for a hidden size of {shape.hidden}; '{target_name}' has {target.config.hidden}"
@@ -93,6 +107,8 @@ def _check(file: Path, shape: HeadShape, about: Mapping[str, Any], target: Llama
             f"draft_head: '{file}' reads layers {list(shape.layers)}; '{target_name}' has 0 to "
             f"{target.config.layers - 1}"
         )
+    if int(hot.min()) < 0 or int(hot.max()) >= target.config.vocab:
+        raise ModelBroken(f"draft_head: '{file}' names token ids that the target ({target.config.vocab}) does not have")
     if about.get("target_fingerprint") != fingerprint(target):
         raise ModelBroken(
             f"draft_head: '{file}' was trained for '{about.get('target', '?')}', and '{target_name}' has other "

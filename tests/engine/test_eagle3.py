@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from engine.build import Core
 from engine.config import DraftShape, SpecConfig
 from engine.errors import InvalidConfig, ModelBroken
+from engine.export_head import export_head
 from engine.ipc.messages import SamplingParams, Submit
 from engine.model.head_file import load_head
 from engine.spec.alarm import AcceptanceAlarm
@@ -135,6 +136,44 @@ def test_a_head_survives_its_file(make_core: Callable[..., Core], head_file: Pat
     assert loaded.weights["lm_head"].abs().max() < 2
 
 
+def test_an_exported_head_computes_what_the_served_one_does(
+    make_core: Callable[..., Core], head_file: Path, tmp_path: Path
+) -> None:
+    """One position of the exported layout (vLLM's names, vLLM's order of operations), written out plainly."""
+    core = make_core(replace(CHAIN, draft_head=str(head_file)))
+    export_head(load_head(head_file, core.model, "tiny"), core.model.config, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    w = {name: value.float() for name, value in load_file(tmp_path / "out" / "model.safetensors").items()}
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert w["t2d"].sum() == 60
+    assert (w["d2t"] + torch.arange(60) == torch.arange(60)).all()
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], w[name], config["rms_norm_eps"])
+
+    features, token = torch.randn(3 * config["hidden_size"]), 7
+    chunks = [norm(chunk, f"fc_norm.{i}.weight") for i, chunk in enumerate(features.chunk(3))]
+    x = w["fc.weight"] @ torch.cat(chunks)
+    embedded = norm(core.model.embedding[token].float(), "midlayer.input_layernorm.weight")
+    both = torch.cat((embedded, norm(x, "midlayer.hidden_norm.weight")))
+    # With one position, attention returns its own value, once for each query head of the group.
+    value = (w["midlayer.self_attn.v_proj.weight"] @ both).view(config["num_key_value_heads"], -1)
+    group = config["num_attention_heads"] // config["num_key_value_heads"]
+    x = x + w["midlayer.self_attn.o_proj.weight"] @ value.repeat_interleave(group, 0).flatten()
+    inner = norm(x, "midlayer.post_attention_layernorm.weight")
+    gate, up = (w[f"midlayer.mlp.{part}_proj.weight"] @ inner for part in ("gate", "up"))
+    x = x + w["midlayer.mlp.down_proj.weight"] @ (torch.nn.functional.silu(gate) * up)
+    drafter, row = drafter_of(core), core.pages.open_row()
+    core.pages.grow(row, 1)
+    at, start = np.zeros(1, dtype=int), np.arange(2)
+    view = drafter._view(np.array([row]), at, np.array([token]), at, at, start)
+    served = drafter._head.extend(features[None], view, drafter._pool)
+    assert torch.allclose(served[0], x, atol=0.02, rtol=0.02)
+    exported = w["lm_head.weight"] @ norm(x, "norm.weight")
+    assert torch.allclose(drafter._head.logits(served)[0], exported, atol=0.1, rtol=0.05)
+
+
 def edited(file: Path, target: Path, change: Callable[[dict, dict], None]) -> Path:
     tensors = load_file(file)
     with safe_open(file, framework="pt") as opened:
@@ -174,7 +213,7 @@ def _foreign_ids(tensors: dict, header: dict) -> None:
         (_no_format, "is not a draft head"),
         (_other_target, "trained for 'another'"),
         (_deep_layers, "reads layers [0, 1, 9]"),
-        (_wide, "hidden size of 64"),
+        (_wide, "chunk_norm is [144], not [192]"),
         (_cut, "fc is"),
         (_foreign_ids, "token ids that the target"),
     ],
