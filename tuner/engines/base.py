@@ -16,6 +16,7 @@ from tuner.secrets import is_secret
 _ENGINES = {
     "bundled": "tuner.engines.bundled:BundledEngine",
     "command": "tuner.engines.command:CommandEngine",
+    "simulated": "tuner.engines.simulated.adapter:SimulatedEngine",
 }
 """Kind → where its class stands; imported when it is asked for."""
 

@@ -19,7 +19,7 @@ from tuner.space.document import Document, Path, dotted
 from tuner.space.expression import Expression, ExpressionError, parse
 from tuner.space.problems import Problem, unknown
 from tuner.space.schema import ContainerSection, ObjectiveSection, SpaceFile
-from tuner.space.space import Cycle, Parameter, Space, in_order, visible
+from tuner.space.space import SIMULATED, Cycle, Parameter, Space, in_order, visible
 
 OBJECTIVES = ("speedup", "throughput")
 PLANNED_OBJECTIVES = ("latency", "goodput", "pareto")
@@ -167,8 +167,10 @@ class Checker:
                         self.report(("parameters", name, "choices", i), problem.partition(": ")[2])
 
     def _server(self, file: SpaceFile, outside: Outside) -> None:
-        """The parts of the engine section that are the same for every engine."""
+        """The parts of the engine section that are the same for every engine; a simulated one has no use for them."""
         engine = file.engine
+        if engine.kind == SIMULATED:
+            return
         if engine.api_key_env is not None and not ENV_NAME.fullmatch(f"env.{engine.api_key_env}"):
             self.report(("engine", "api_key_env"), "names the variable that holds the key; this is no such name")
         if engine.container is not None and outside.container_problems is not None:

@@ -252,6 +252,19 @@ class NotifySection(Section):
         return self
 
 
+class SimulationSection(Section):
+    """The machine that `engine.kind: simulated` puts in the engine's place; without effect on any other kind.
+
+    `noise` is a factor on the usual one. With the clock `virtual` blocks come straight from the model and a study takes
+    seconds; with `real` a server answers over HTTP, `speed` times as fast as the machine would.
+    """
+
+    profile: str = "pcie_blackwell_8gpu"
+    noise: Annotated[float, BeforeValidator(_number), Field(ge=0), _at_most(100)] = 1.0
+    clock: Literal["real", "virtual"] = "real"
+    speed: PositiveNumber = 1.0
+
+
 class SpaceFile(Section):
     """A whole space file."""
 
@@ -265,3 +278,4 @@ class SpaceFile(Section):
     budget: BudgetSection = Field(default_factory=BudgetSection)
     profile: Profile = "full"
     notify: NotifySection | None = None
+    simulation: SimulationSection | None = None

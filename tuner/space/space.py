@@ -18,8 +18,12 @@ from tuner.space.schema import (
     ObjectiveSection,
     ParameterSection,
     Profile,
+    SimulationSection,
     SpaceFile,
 )
+
+SIMULATED = "simulated"
+"""The kind of engine that stands in for any other."""
 
 SPECULATIVE = frozenset(
     {
@@ -153,6 +157,13 @@ class Space:
         self.container: ContainerSection | None = file.engine.container
         self.api_key_env: str | None = file.engine.api_key_env
         self.launch: LaunchSection = file.engine.launch
+        self.simulation: SimulationSection | None = None
+        if self.kind == SIMULATED:
+            # A model of a machine needs no image and no key, and is told what machine it is as it is told the rest.
+            self.container = self.api_key_env = None
+            self.simulation = file.simulation or SimulationSection()
+            told = self.simulation.model_dump(include={"profile", "noise", "speed"})
+            self.args |= {f"simulation.{name}": value for name, value in told.items()}
         self.workload = _workload(file)
         self.objective: ObjectiveSection = file.objective
         self.budget: BudgetSection = file.budget
@@ -228,6 +239,10 @@ class Space:
         del file["name"], file["budget"], file["notify"], file["engine"]["launch"], file["engine"]["api_key_env"]
         if self.container is None:
             del file["engine"]["container"]
+        if self.simulation is None:
+            del file["simulation"]
+        else:
+            file["simulation"] = self.simulation.model_dump(mode="json")
         workload = self.workload
         file["workload"] = {
             "prompts": workload.prompts,

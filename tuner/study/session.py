@@ -23,6 +23,7 @@ from tuner.study.place import measuring, network_filesystem
 from tuner.study.planner import POLICIES, launches_used
 from tuner.study.progress import Event, Observer
 from tuner.study.score import BASELINE_EVERY
+from tuner.study.simulated_world import Clock, SimulatedWorld
 from tuner.study.store import StudyStore, create_study, open_study, study_exists
 from tuner.study.trials import Trials
 from tuner.study.world import Machine, World, api_key
@@ -272,6 +273,10 @@ def run_study(
     before = store.data()
     space = before.space
     interrupts = Interrupts()
+    lease_clock = clock or store.clock
+    if world is None and space.simulation is not None and space.simulation.clock == "virtual":
+        virtual = Clock(store.clock())
+        store.clock, world = virtual, SimulatedWorld(before, virtual)
 
     def controlled(lease: Lease) -> Controller:
         def check() -> None:
@@ -293,7 +298,7 @@ def run_study(
 
     with interrupts.installed():
         try:
-            with hold(store.engine, store.name, clock or store.clock) as lease, measuring(store.name) as other:
+            with hold(store.engine, store.name, lease_clock) as lease, measuring(store.name) as other:
                 _warn(store, observer, "shared_machine", other)
                 _warn(store, observer, "storage", _unsafe_storage(store))
                 data = _run(store, controlled(lease))

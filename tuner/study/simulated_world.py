@@ -1,0 +1,126 @@
+"""The machine of a study on a virtual clock: launches and blocks come from the simulator, without a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.engines.simulated.blocks import BLOCK_S, BlockSource, Clock, profile_truth
+from tuner.engines.simulated.machine import Fault, Work, fault_at_start, fault_under_load
+from tuner.engines.simulated.noise import Noise
+from tuner.engines.simulated.profiles import profile_named
+from tuner.errors import LaunchFailed
+from tuner.records import Block, Failure, LaunchRecord, Role
+from tuner.study.data import StudyData
+from tuner.study.sampler import seed_of
+from tuner.study.world import RunningServer, StopReport
+
+__all__ = ["Clock", "SimulatedWorld"]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """An orderly end: there was nothing to end."""
+
+    exit_status: int | None = 0
+    escalated: bool = False
+    unclean: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    block: Block | None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class _Server:
+    """A launch that exists on paper; `settings` are all that the server was told."""
+
+    settings: Mapping[str, Any]
+    pid: int = 0
+
+    def wait_ready(self) -> None:
+        """At once."""
+
+    def smoke(self) -> None:
+        """Nothing can be sent."""
+
+    def server_info(self) -> dict[str, Any]:
+        """What was asked for is in effect."""
+        return {"simulated": True, "effective": dict(self.settings)}
+
+    def failure(self) -> Failure | None:
+        """It runs."""
+        return None
+
+    def stop(self) -> StopReport:
+        """Nothing is left."""
+        return _Report()
+
+
+class SimulatedWorld:
+    """Implements `World`. The noise of a study that is continued goes on from a seed of its own."""
+
+    def __init__(self, data: StudyData, clock: Clock) -> None:
+        assert data.space.simulation is not None
+        self._profile = profile_named(data.space.simulation.profile)
+        self._work = Work(output_tokens=data.space.workload.max_tokens)
+        noise = Noise().times(data.space.simulation.noise)
+        truth = profile_truth(self._profile, self._work)
+        self._source = BlockSource(truth, noise, seed_of(data.seed, len(data.launches)), clock=clock)
+        self._fixed = {name: value for name, value in data.space.args.items() if not name.startswith("simulation.")}
+        self.block_s = BLOCK_S
+
+    def free_port(self) -> int:
+        """No port is listened on."""
+        return 0
+
+    def start(self, record: LaunchRecord, *, marker: Mapping[str, str], log_path: Path) -> RunningServer:
+        """Raises `LaunchFailed` where the machine would not come up."""
+        self._source.launch()
+        settings = {**self._fixed, **record.settings}
+        if fault := fault_at_start(self._profile, settings):
+            raise LaunchFailed(_failure(fault, "start"))
+        return _Server(settings)
+
+    def measure(
+        self,
+        server: RunningServer,
+        record: LaunchRecord,
+        *,
+        concurrency: int,
+        role: Role,
+        seed: int,
+        on_progress: Callable[[Any], None],
+    ) -> _Outcome:
+        """One block from the model; `seed` and progress have no meaning here."""
+        settings = {**self._fixed, **record.settings}
+        if fault := fault_under_load(self._profile, settings, concurrency, self._work):
+            return _Outcome(None, _failure(fault, "bench"))
+        return _Outcome(self._source.block(settings, concurrency, role))
+
+    def keep_requests(self, outcome: object, path: Path) -> None:
+        """There are none."""
+
+    def reap(self, marker: Mapping[str, str]) -> list[int | str]:
+        """Nothing runs."""
+        return []
+
+    def remaining(self, marker: Mapping[str, str]) -> list[int | str]:
+        """Nothing runs."""
+        return []
+
+    def settle(self, report: StopReport) -> tuple[str, ...]:
+        """Nothing is left."""
+        return ()
+
+    def neighbours(self) -> list[str]:
+        """None."""
+        return []
+
+
+def _failure(fault: Fault, phase: Any) -> Failure:
+    return Failure(fault.kind, phase, f"{fault.message} (simulated)")
