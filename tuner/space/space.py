@@ -35,7 +35,11 @@ SPECULATIVE = frozenset(
         "steps_by_batch",
         "ngram_min",
         "ngram_max",
+        "policy",
+        "acceptance",
+        "draft_head",
         "draft_model",
+        "hybrid",
     }
 )
 """Settings that say nothing once `speculation` is "none": such candidates are one and the same."""
