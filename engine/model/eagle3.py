@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.memory.pool import KVPool
-from engine.ops.base import Ops, View
+from engine.ops.base import Ops, View, rows_of
 
 EPS = 1e-5
 
@@ -104,7 +104,7 @@ class Eagle3Head:
     def step(self, x: Tensor, view: View, pool: KVPool) -> Tensor:
         """Rows on the head's own hidden states x [T, H] (overwritten); the next hidden states [T, H]."""
         ops, norms, shape = self._ops, self._norms, self.shape
-        embedded = ops.rms_norm(self._embedding[view.tokens], norms["input_norm"], EPS)
+        embedded = ops.rms_norm(rows_of(self._embedding, view.tokens), norms["input_norm"], EPS)
         qkv = self._qkv(torch.cat((embedded, ops.rms_norm(x, norms["hidden_norm"], EPS)), dim=-1))
         k_cache, v_cache = pool.layer(0)
         ops.rope_store(qkv, view, self._rope, k_cache, v_cache, shape.q_heads)

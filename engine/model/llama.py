@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.memory.pool import KVPool
 from engine.model.weights import Weights
-from engine.ops.base import Layer, Linear, Ops, Stack, View
+from engine.ops.base import Layer, Linear, Ops, Stack, View, rows_of
 from engine.ops.grouped import KINDS, stack
 
 
@@ -85,7 +85,7 @@ class Llama:
     def forward(self, view: View, pool: KVPool) -> Tensor:
         """Logits, float32 [R, V], of the view's logit rows; keys and values of all rows go to the pool."""
         hidden, _ = self.hidden(view, pool)
-        return self.logits(hidden[view.logit_rows])
+        return self.logits(rows_of(hidden, view.logit_rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [R, V] of final normed hidden states [R, H]."""
@@ -97,7 +97,7 @@ class Llama:
         A layer's output is the residual stream behind it, before the next normalisation (EAGLE-3's features).
         """
         ops, config, eps = self.ops, self.config, self.config.rms_eps
-        residual = self._embedding[view.tokens]
+        residual = rows_of(self._embedding, view.tokens)
         if self._fused is not None:
             return self._fused(residual, view, *pool.tensors, layers)
         features = torch.empty(len(residual), len(layers) * config.hidden, dtype=self.dtype)

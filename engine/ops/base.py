@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -168,3 +169,12 @@ def causal_view(tokens: Tensor, page_table: Tensor, page_size: int) -> View:
         mask_start=torch.full((1,), -1, dtype=torch.int64),
         logit_rows=at,
     )
+
+
+def rows_of(x: Tensor, at: Tensor | np.ndarray) -> Tensor:
+    """x[at] for int64 indices into the first axis.
+
+    Not written x[at], since torch then wakes its OpenMP threads even for a few rows: 20 ms for what takes 20 µs, seen
+    with one other process on the same cores.
+    """
+    return torch.index_select(x, 0, torch.from_numpy(at) if isinstance(at, np.ndarray) else at)

@@ -19,7 +19,7 @@ from engine.config import DRAFTERS
 from engine.errors import NothingNamed
 from engine.model.eagle3 import Eagle3Head
 from engine.model.head_file import fingerprint, load_head
-from engine.ops.base import View
+from engine.ops.base import View, rows_of
 from engine.spec.base import (
     Asked,
     ChainBuilder,
@@ -86,7 +86,7 @@ class Eagle3Drafter:
         view = self._view(seen.rows, owner, seen.following, positions, seen.first, seen.start)
         with torch.inference_mode():
             hidden = self._head.extend(seen.features, view, self._pool)
-            self._hidden[torch.from_numpy(seen.rows)] = hidden[torch.from_numpy(seen.start[1:] - 1)]
+            self._hidden.index_copy_(0, torch.from_numpy(seen.rows), rows_of(hidden, seen.start[1:] - 1))
 
     def release(self, rid: int) -> None:
         """See `Drafter.release`. A row's state is overwritten by its next owner."""
@@ -95,7 +95,7 @@ class Eagle3Drafter:
         rows, lengths, deepest = asked.rows, asked.lengths, int(asked.steps.max())
         count = len(rows)
         each, start = np.arange(count), np.arange(count + 1)
-        x, builder = self._hidden[torch.from_numpy(rows)], ChainBuilder(self._ops, asked, self._head.hot)
+        x, builder = rows_of(self._hidden, rows), ChainBuilder(self._ops, asked, self._head.hot)
         drafts = builder.add(self._head.logits(x))
         for i in range(1, deepest):
             at = lengths + i - 1
@@ -106,7 +106,7 @@ class Eagle3Drafter:
     def _trees(self, asked: Asked) -> DraftTree:
         rows, lengths, topk = asked.rows, asked.lengths, asked.shape.topk
         count, deepest = len(rows), int(asked.steps.max())
-        x = self._hidden[torch.from_numpy(rows)]
+        x = rows_of(self._hidden, rows)
         scores, tokens = self._best(x, topk)
         candidates = Candidates(topk, scores, tokens)
         beams, parent = tokens, np.broadcast_to(np.arange(topk), tokens.shape)
@@ -132,7 +132,7 @@ class Eagle3Drafter:
             scores, tokens = self._best(x, topk)
             parent, beams = candidates.grow(scores.reshape(count, topk, topk), tokens.reshape(count, topk, topk))
             seen = np.take_along_axis(seen, parent[:, :, None], axis=1)
-            x = x[torch.from_numpy((start[:-1, None] + parent).reshape(-1))]
+            x = rows_of(x, (start[:-1, None] + parent).reshape(-1))
         return candidates.select(asked.roots, asked.shape.num_draft_tokens, asked.steps)
 
     def _best(self, x: Tensor, topk: int) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,7 @@ from engine.config import DraftShape
 from engine.ipc.messages import TokenLogprob
 from engine.memory.pool import KVPool, Pages
 from engine.model.llama import Llama
-from engine.ops.base import View
+from engine.ops.base import View, rows_of
 from engine.ops.rejection import keep_or_sample, probabilities
 from engine.ops.sampling import KEEP_STREAM, REST_STREAM, choose, coins
 from engine.request import Request
@@ -114,7 +114,7 @@ class SpecRound:
             view = self._view(work, layout, asked, tree)
             planned = time.perf_counter()
             hidden, features = self._model.hidden(view, self._pool, self.drafter.features)
-            logits = self._model.logits(hidden[view.logit_rows])
+            logits = self._model.logits(rows_of(hidden, view.logit_rows))
             forwarded = time.perf_counter()
             prompt_logprobs = _report_prompts(work, logits[len(tree.tokens) :])
             logits = logits[: len(tree.tokens)]
@@ -299,7 +299,7 @@ class SpecRound:
             start=start,
             tokens=layout.tokens[index],
             following=following,
-            features=features[torch.from_numpy(index)] if self.drafter.features else features,
+            features=rows_of(features, index) if self.drafter.features else features,
             emitted=[next(lines) if w.following is None else () for w in work],
         )
 
