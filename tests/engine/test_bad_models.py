@@ -20,7 +20,7 @@ from engine.model.weights import open_weights
 from engine.ops.reference import ReferenceOps
 from engine.text.tokenizer import load_tokenizer
 from tests.engine.test_architectures import random_model, write_gguf
-from tests.engine.test_export import add_vocabulary
+from tests.engine.test_export_hf import add_vocabulary
 
 
 @pytest.fixture(scope="module")
