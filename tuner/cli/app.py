@@ -22,6 +22,7 @@ COMMANDS = {
     "export": "export",
     "bench": "bench",
     "check": "check",
+    "calibrate": "calibrate",
     "doctor": "doctor",
 }
 """Command → module of `tuner.cli` that holds its function `command`."""

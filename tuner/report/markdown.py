@@ -10,7 +10,7 @@ from typing import Any
 from tuner.judge.recommend import percent
 from tuner.judge.text import settings_line, verdict_phrase
 from tuner.records import Choice
-from tuner.report.view import CandidateView, FailureView, LevelRow, StudyView, planned_pairs
+from tuner.report.view import CandidateView, FailureView, LevelRow, StudyView
 
 EVIDENCE_LINES = 16
 CELL = 140
@@ -232,7 +232,7 @@ def _method(view: StudyView) -> list[str]:
         f"{len(r.finalists)} finalist{'s' * (len(r.finalists) != 1)} × {r.pairs} pair{'s' * (r.pairs != 1)}"
         for r in view.rounds
     ]
-    planned = f"{planned_pairs(view)} pairs are planned per finalist and level"
+    planned = f"{view.pairs} pairs are planned per finalist and level"
     lines.append(
         f"- Confirmation on held-out prompts, each pair over fresh launches in mirrored order: "
         f"{'; '.join(rounds) or 'none yet'} ({planned} in this profile)."

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from tuner.records import Block, Failure, Recommendation, Role, Setting, Verdict
 from tuner.study.data import Confirmation, StudyData
 from tuner.study.decide import recommendation, verdicts_of
-from tuner.study.planner import POLICIES, launches_used
+from tuner.study.planner import launches_used, policy_of
 from tuner.study.score import weights
 
 Standing = Literal["baseline", "winner", "finalist", "screened", "failed", "ruled out", "not measured"]
@@ -113,6 +113,7 @@ class StudyView:
     launches: Mapping[str, int]
     launches_used: int
     budget_launches: int
+    pairs: int
     valid_blocks: int
     rounds: tuple[Confirmation, ...]
     engine: str
@@ -154,6 +155,7 @@ def study_view(data: StudyData) -> StudyView:
         launches={state: states.count(state) for state in dict.fromkeys(states)},
         launches_used=launches_used(data),
         budget_launches=data.budget.launches,
+        pairs=policy_of(data).pairs,
         valid_blocks=len(valid),
         rounds=data.confirmations,
         engine=data.space.kind,
@@ -316,8 +318,3 @@ def _invalid(data: StudyData) -> tuple[InvalidBlock, ...]:
                 if not gate.ok
             ]
     return tuple(found)
-
-
-def planned_pairs(view: StudyView) -> int:
-    """Pairs per finalist and level that the profile aims at."""
-    return POLICIES[view.profile].pairs

@@ -8,7 +8,7 @@ from statistics import median
 from tuner.judge.recommend import recommend
 from tuner.records import Choice, Recommendation, Verdict
 from tuner.study.data import StudyData
-from tuner.study.planner import POLICIES, disqualified
+from tuner.study.planner import disqualified, policy_of
 from tuner.study.score import weights
 
 
@@ -18,7 +18,7 @@ def recommendation(data: StudyData) -> Recommendation:
     A finalist that failed in confirmation cannot win, however fast it was before; nor can one at a level where it
     breaks the guard on the time to the first token.
     """
-    dropped = disqualified(data, POLICIES[data.space.profile])
+    dropped = disqualified(data, policy_of(data))
     slow = _too_slow_to_answer(data)
     guard = data.space.objective.guard
     found = recommend(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tuner.bench.gates import ENVIRONMENT_GATES
@@ -55,6 +55,18 @@ class Policy:
 
 
 POLICIES = {"short": Policy(pairs=4), "full": Policy(pairs=8)}
+
+CONFIRM_SHARE = 3
+"""Pairs that a calibration asks for beyond the profile's take at most 2 of so many launches of the budget."""
+
+
+def policy_of(data: StudyData) -> Policy:
+    """The constants of a study: its profile's, with the pairs that a calibration found when the study began."""
+    policy = POLICIES[data.space.profile]
+    pairs = data.fingerprint.get("pairs")
+    if not isinstance(pairs, int):
+        return policy
+    return replace(policy, pairs=min(pairs, max(policy.pairs, data.budget.launches // CONFIRM_SHARE)))
 
 
 @dataclass(frozen=True)

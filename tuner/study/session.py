@@ -9,6 +9,7 @@ from typing import Any
 
 from tuner.errors import UsageError
 from tuner.space import Outside, Space, differences, load_space
+from tuner.study.calibrate import known_pairs
 from tuner.study.controller import Controller
 from tuner.study.crashes import CrashMemory
 from tuner.study.data import Budget, StudyData
@@ -20,10 +21,11 @@ from tuner.study.lease import Lease, hold
 from tuner.study.names import check_name, study_folder
 from tuner.study.notify import message, notify
 from tuner.study.place import measuring, network_filesystem
-from tuner.study.planner import POLICIES, launches_used
+from tuner.study.planner import launches_used, policy_of
 from tuner.study.progress import Event, Observer
+from tuner.study.sampler import seed_of
 from tuner.study.score import BASELINE_EVERY
-from tuner.study.simulated_world import Clock, SimulatedWorld
+from tuner.study.simulated_world import Clock, SimulatedWorld, virtual
 from tuner.study.store import StudyStore, create_study, open_study, study_exists
 from tuner.study.trials import Trials
 from tuner.study.world import Machine, World, api_key
@@ -138,7 +140,7 @@ def new_budget(data: StudyData, limits: Limits, base: Budget) -> Budget:
         return replace(budget, launches=launches, candidates=candidates)
     every = BASELINE_EVERY[data.space.profile]
     refreshes = limits.more // every + 1 if every else 0
-    confirmation = 2 * POLICIES[data.space.profile].pairs
+    confirmation = 2 * policy_of(data).pairs
     return Budget(
         launches=launches_used(data) + limits.more + refreshes + confirmation,
         candidates=len(data.measured) + limits.more,
@@ -171,8 +173,11 @@ def open_or_create(
         )
         if limits.more:
             budget = replace(budget, launches=budget.launches + limits.more, candidates=budget.candidates + limits.more)
+        # What a calibration says now is kept with the study: a later one must not change what is under way.
+        pairs = known_pairs(space, now)
+        told = {**now, "pairs": pairs} if pairs else now
         return create_study(
-            name, space=space, space_text=text, fingerprint=now, seed=seed, budget=budget, storage=storage
+            name, space=space, space_text=text, fingerprint=told, seed=seed, budget=budget, storage=storage
         )
     store = open_study(name, storage)
     try:
@@ -274,9 +279,9 @@ def run_study(
     space = before.space
     interrupts = Interrupts()
     lease_clock = clock or store.clock
-    if world is None and space.simulation is not None and space.simulation.clock == "virtual":
-        virtual = Clock(store.clock())
-        store.clock, world = virtual, SimulatedWorld(before, virtual)
+    if world is None and virtual(space):
+        passing = Clock(store.clock())
+        store.clock, world = passing, SimulatedWorld(space, seed_of(before.seed, len(before.launches)), passing)
 
     def controlled(lease: Lease) -> Controller:
         def check() -> None:
@@ -287,7 +292,7 @@ def run_study(
             store,
             engine or get_engine(space.kind),
             world or Machine(space),
-            policy=POLICIES[space.profile],
+            policy=policy_of(before),
             folder=folder or study_folder(store.name),
             observer=observer,
             check=check,

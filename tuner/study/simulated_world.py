@@ -13,11 +13,20 @@ from tuner.engines.simulated.noise import Noise
 from tuner.engines.simulated.profiles import profile_named
 from tuner.errors import LaunchFailed
 from tuner.records import Block, Failure, LaunchRecord, Role
-from tuner.study.data import StudyData
-from tuner.study.sampler import seed_of
-from tuner.study.world import RunningServer, StopReport
+from tuner.space import Space
+from tuner.study.world import Machine, RunningServer, StopReport, World
 
-__all__ = ["Clock", "SimulatedWorld"]
+__all__ = ["Clock", "SimulatedWorld", "virtual", "world_of"]
+
+
+def virtual(space: Space) -> bool:
+    """Whether a space is simulated on a virtual clock."""
+    return space.simulation is not None and space.simulation.clock == "virtual"
+
+
+def world_of(space: Space, seed: int) -> World:
+    """What stands behind a space: the machine, or a simulation of it on a clock of its own."""
+    return SimulatedWorld(space, seed, Clock()) if virtual(space) else Machine(space)
 
 
 @dataclass(frozen=True)
@@ -64,14 +73,13 @@ class _Server:
 class SimulatedWorld:
     """Implements `World`. The noise of a study that is continued goes on from a seed of its own."""
 
-    def __init__(self, data: StudyData, clock: Clock) -> None:
-        assert data.space.simulation is not None
-        self._profile = profile_named(data.space.simulation.profile)
-        self._work = Work(output_tokens=data.space.workload.max_tokens)
-        noise = Noise().times(data.space.simulation.noise)
-        truth = profile_truth(self._profile, self._work)
-        self._source = BlockSource(truth, noise, seed_of(data.seed, len(data.launches)), clock=clock)
-        self._fixed = {name: value for name, value in data.space.args.items() if not name.startswith("simulation.")}
+    def __init__(self, space: Space, seed: int, clock: Clock) -> None:
+        assert space.simulation is not None
+        self._profile = profile_named(space.simulation.profile)
+        self._work = Work(output_tokens=space.workload.max_tokens)
+        noise = Noise().times(space.simulation.noise)
+        self._source = BlockSource(profile_truth(self._profile, self._work), noise, seed, clock=clock)
+        self._fixed = {name: value for name, value in space.args.items() if not name.startswith("simulation.")}
         self.block_s = BLOCK_S
 
     def free_port(self) -> int:

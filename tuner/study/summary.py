@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tuner.records import Candidate
 from tuner.study.data import StudyData
-from tuner.study.planner import POLICIES, launches_used, mean_launch_s, planned_pairs
+from tuner.study.planner import launches_used, mean_launch_s, planned_pairs, policy_of
 from tuner.study.score import Score, score
 
 
@@ -72,7 +72,7 @@ def launches_left(data: StudyData) -> int:
     """Launches that are still planned, at most."""
     if data.state == "done":
         return 0
-    pairs = planned_pairs(data.budget.launches, POLICIES[data.space.profile])
+    pairs = planned_pairs(data.budget.launches, policy_of(data))
     confirming = sum(launch.slot.role == "confirm" and launch.state == "done" for launch in data.launches)
     if data.confirmations:
         return max(0, sum(c.pairs * (1 + len(c.finalists)) for c in data.confirmations) - confirming)

@@ -24,7 +24,7 @@ def main() -> int:
     settings, options = json.loads(chosen.settings), json.loads(chosen.options)
     profile = profile_named(options.get("profile", DEFAULT))
     if fault := fault_at_start(profile, settings):
-        name = "torch.OutOfMemoryError" if fault.kind == "oom_at_start" else "RuntimeError"
+        name = "torch.OutOfMemoryError" if fault.kind == "oom_startup" else "RuntimeError"
         print(f"{name}: {fault.message}", file=sys.stderr)
         return 1
 

@@ -247,7 +247,7 @@ def fault_at_start(profile: Profile, settings: Mapping[str, Any]) -> Fault | Non
         return found
     held = memory_bytes(profile, plan(profile, settings, 1), 1, Work())
     if held > profile.machine.memory_bytes:
-        return Fault({}, "oom_at_start", _out_of_memory(held, profile))
+        return Fault({}, "oom_startup", _out_of_memory(held, profile))
     return None
 
 
