@@ -16,7 +16,10 @@ from typer.testing import CliRunner
 
 from tests.faults.conftest import QUICK, FakeDocker
 from tests.faults.test_faulty_servers import failing
+from tests.tuner.study.test_study_fuzz import Served
+from tests.tuner.study.toy_study import controller, space
 from tuner.cli.app import app
+from tuner.engines.base import get_engine
 from tuner.errors import EnvironmentBroken
 from tuner.launch import container
 from tuner.launch.leftovers import leftovers
@@ -24,6 +27,10 @@ from tuner.launch.processes import marker_of, marker_text, wait_until
 from tuner.launch.reap import marked, reap
 from tuner.launch.server import Server
 from tuner.launch.settle import settle
+from tuner.study.data import Budget
+from tuner.study.planner import Policy
+from tuner.study.session import current_fingerprint
+from tuner.study.store import create_study
 
 Launch = Callable[..., Server]
 
@@ -211,3 +218,68 @@ def test_a_runtime_or_an_image_that_is_not_there_is_found_before_a_launch(
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(EnvironmentBroken, match="not installed"):
         container.version("docker")
+
+
+SPACE = f"""\
+name: boxed
+engine:
+  kind: command
+  model: fake
+  args:
+    command: [{sys.executable}, -I, -S, {Path(__file__).with_name("misbehaving_server.py")},
+              --host, "{{host}}", --port, "{{port}}", --mode, "{{mode}}"]
+  container: {{image: "{FakeDocker.IMAGE}"}}
+workload: {{concurrency: [1, 8], max_tokens: 64}}
+baseline: {{mode: healthy}}
+parameters:
+  mode: {{choices: [grandchild]}}
+budget: {{launches: 2}}
+profile: short
+"""
+
+
+def test_a_study_in_containers_runs_to_its_end_and_keeps_the_image_by_digest(
+    docker: FakeDocker, tmp_path: Path
+) -> None:
+    the_space = space(SPACE)
+    now = current_fingerprint(the_space)
+    assert now["engine_version"] == f"unknown in {docker.PINNED}"
+    budget = Budget(2, 4, None)
+    store = create_study(
+        "boxed",
+        space=the_space,
+        space_text=SPACE,
+        fingerprint=now,
+        seed=1,
+        budget=budget,
+        storage=f"sqlite:///{tmp_path / 'study.db'}",
+    )
+    data = controller(store, Served(), get_engine("command"), policy=Policy(pairs=0)).run()
+    assert data.state == "done"
+    assert [launch.failure for launch in data.launches] == [None, None]
+    for launch in data.launches:
+        assert launch.record is not None
+        assert launch.record.argv[:2] == ("docker", "run")
+        assert docker.PINNED in launch.record.argv
+        assert "--cidfile" not in launch.record.argv, "what is of one launch alone is not part of what was measured"
+    assert docker.ids() == []
+
+
+def test_check_and_run_say_what_a_container_lacks_before_anything_starts(
+    docker: FakeDocker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "boxed.yaml"
+    file.write_text(SPACE)
+    assert CliRunner().invoke(app, ["check", "boxed.yaml"]).exit_code == 0
+    for command in ("check", "run"):
+        missing = CliRunner().invoke(app, [command, "boxed.yaml", "--set", "engine.container.image=nowhere:1"])
+        assert missing.exit_code == 3
+        assert "docker pull nowhere:1" in missing.output.replace("\n", " ")
+    docker.down()
+    for command in ("check", "run"):
+        down = CliRunner().invoke(app, [command, "boxed.yaml"])
+        assert down.exit_code == 3
+        assert "Is the docker daemon running" in down.output.replace("\n", " ")
+    assert not (tmp_path / "studies").exists()
+    docker.up()

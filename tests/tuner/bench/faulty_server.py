@@ -58,6 +58,11 @@ class FaultyAnswer(Answer):
             self.connection.write_chunk(sse({"error": {"message": "out of memory"}}))
             self.connection.write(b"0\r\n\r\n")
             return False
+        if self.fault == "warms_up":  # faster with every token, up to its pace at `after`
+            self.server.credit += min(1.0, (self.server.tokens + 30) / int(self.spec["after"]))
+            if self.server.credit < 1:
+                return True
+            self.server.credit -= 1
         if self.fault == "phantom":
             self.server.tokens += 1  # made for somebody else
         return super().step()
@@ -91,6 +96,8 @@ class FaultyServer(NullServer):
         super().__init__(options)
         self.asked: list[dict[str, Any]] = []
         self.at_once: list[int] = []
+        self.credit = 0.0
+        self.seen: set[str] = set()
 
     def make_answer(self, connection: Connection, body: dict[str, Any]) -> Answer | None:
         spec = json.loads(body["model"]) if body["model"].startswith("{") else {}
@@ -115,6 +122,9 @@ class FaultyServer(NullServer):
             return None
         if fault == "short_above" and running > int(spec["limit"]):
             return FaultyAnswer(self, connection, {**body, "max_tokens": 1}, {**spec, "fault": "empty"})
+        if fault == "garble_cold" and (said := json.dumps(body["messages"])) not in self.seen:
+            self.seen.add(said)
+            spec = {**spec, "fault": "half_utf8"}
         answer = FaultyAnswer(self, connection, body, spec)
         if fault == "split":
             answer.connection = SplittingConnection(connection)

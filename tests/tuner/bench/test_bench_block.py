@@ -268,3 +268,22 @@ def test_a_url_must_be_one():
                 plan=QUICK,
                 seed=0,
             )
+
+
+def test_a_window_waits_for_a_server_that_still_warms_up(server):
+    after = 500
+    outcome = server.measure(
+        {"fault": "warms_up", "after": after},
+        concurrency=16,
+        max_tokens=4,
+        plan=replace(QUICK, warmup_s=0.6, steady_span_s=0.3, warmup_cap_s=8.0),
+    )
+    assert outcome.failure is None
+    log = np.array(server.told()["log"], dtype=float)
+    before = log[log[:, 0] / 1e9 < wall_to_monotonic(outcome.block.started_at)]
+    assert before[:, 1].sum() > 0.8 * after, "the window began while it was still getting faster"
+
+
+def test_a_server_that_garbles_what_it_has_not_seen_before_does_not_pass(server):
+    """Every request is new to the server, in the second pass over the prompts too."""
+    assert "degenerate_output" in failed(server.measure({"fault": "garble_cold"}))

@@ -10,6 +10,7 @@ from tests.tuner.study.toy_study import SPACE, ToyEngine, ToyMachine
 from tuner.cli.app import app
 from tuner.records import Failure
 from tuner.study.planner import POLICIES, Policy
+from tuner.study.store import open_study
 
 
 class KnownEngine(ToyEngine):
@@ -117,6 +118,20 @@ def test_list_and_status_show_where_a_study_stands(machine):
     assert re.search(r"state: +done", status)
     assert re.search(r"launches: +5 of 5", status)
     assert re.search(r"failures: +none", status)
+
+
+def test_a_study_whose_tuner_is_dead_is_listed_as_killed_and_has_nothing_running(machine):
+    tuner("run", "toy.yaml")
+    store = open_study("toy")
+    store.set_state("running")
+    store.trials.begin("baseline", store.data().baseline.id, None)
+    store.close()
+    line = next(line for line in tuner("list").stdout.splitlines() if line.startswith("toy"))
+    assert line.split()[1] == "killed"
+    status = tuner("status", "toy").stdout
+    assert re.search(r"state: +killed; go on with tuner resume toy", status)
+    assert re.search(r"trials: .*1 unfinished", status)
+    assert "running" not in re.search(r"trials: .*", status)[0]
 
 
 def test_status_counts_failures_by_class(machine):
