@@ -15,6 +15,25 @@ from tuner.study.names import sqlite_file
 from tuner.study.sampler import Proposal
 from tuner.study.score import Score
 
+_accepted: set[str] = set()
+"""Versions of Optuna's tables that it has found to be its own, in this process: finding out takes most of an open."""
+
+
+def _storage(url: str, arguments: dict[str, Any]) -> optuna.storages.RDBStorage:
+    """Optuna's storage.
+
+    Raises:
+        RuntimeError: its tables are of another version.
+    """
+    if _accepted:
+        storage = optuna.storages.RDBStorage(url, engine_kwargs=arguments, skip_compatibility_check=True)
+        if storage.get_current_version() in _accepted:
+            return storage
+        storage.engine.dispose()
+    storage = optuna.storages.RDBStorage(url, engine_kwargs=arguments)
+    _accepted.add(storage.get_current_version())
+    return storage
+
 
 class Trials:
     """The ledger of trials. A trial begins in one transaction, with all its parameters, or is not there at all."""
@@ -29,7 +48,7 @@ class Trials:
     def __init__(self, url: str, name: str) -> None:
         arguments = {"connect_args": {"timeout": LOCK_TIMEOUT_S}} if sqlite_file(url) is not None else {}
         try:
-            self._storage = optuna.storages.RDBStorage(url, engine_kwargs=arguments)
+            self._storage = _storage(url, arguments)
         except RuntimeError as error:  # what Optuna raises when its tables are of another version
             raise UsageError(f"{OTHER_VERSION}, or with another Optuna: {error} {ADVICE}") from error
         # Proposals are made elsewhere (sampler.py); a random sampler here costs nothing where Optuna insists on one.

@@ -96,7 +96,8 @@ def crashing(folder, name, memory, *, version="1", failure=None, overrides=()):
     bad = at_ready(lambda count: failure or crash(f"boom {count}"), lambda settings: settings.get("num_steps") == 2)
     machine = ToyMachine(fails=bad)
     (folder / name).mkdir()
-    store = study(folder / name, space(SPACE, "budget.launches=40", *overrides), name=name)
+    small = ("parameters.num_steps.high=2", "budget.launches=12")
+    store = study(folder / name, space(SPACE, *small, *overrides), name=name)
     fingerprint = {"engine_version": version, "hardware": {"cpu": "x"}}
     read = store.data
     store.data = lambda: read().__class__(**{**read().__dict__, "fingerprint": fingerprint})
@@ -158,7 +159,7 @@ def test_three_interruptions_without_a_block_stop_the_study_with_advice(tmp_path
         return measure(*args, **kwargs)
 
     machine.measure = dying
-    store = study(tmp_path)
+    store = study(tmp_path, space(SPACE, "budget.launches=5"))
     for _ in range(3):
         with pytest.raises(Ended):
             controller(store, machine, policy=POLICY).run()
