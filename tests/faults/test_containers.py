@@ -25,7 +25,7 @@ from tuner.launch import container
 from tuner.launch.leftovers import leftovers
 from tuner.launch.processes import marker_of, marker_text, wait_until
 from tuner.launch.reap import marked, reap
-from tuner.launch.server import Server
+from tuner.launch.server import LaunchLimits, Server
 from tuner.launch.settle import settle
 from tuner.study.data import Budget
 from tuner.study.planner import Policy
@@ -39,7 +39,7 @@ import sys, time
 sys.path[:0] = [{root!r}]
 from pathlib import Path
 from tests.faults.conftest import FakeDocker
-from tuner.launch.server import Server
+from tuner.launch.server import LaunchLimits, Server
 fake = object.__new__(FakeDocker)
 server = Server.start(fake.record("healthy"), marker={{"study": {study!r}, "launch": "3"}}, log_path=Path({log!r}))
 server.wait_ready()
@@ -66,7 +66,7 @@ def test_a_server_in_a_container_goes_through_every_step_and_leaves_nothing(dock
     assert "listening on" in server.log_tail(), "the output of a container is in the log of its launch"
     report = server.stop()
     assert (report.clean, report.escalated) == (True, False)
-    assert report.seconds < 3
+    assert report.seconds < LaunchLimits().grace_s
     assert docker.ids() == []
 
 
@@ -157,7 +157,7 @@ def test_a_client_that_is_killed_does_not_leave_its_container_behind(docker: Fak
 
 def test_a_container_that_cannot_be_removed_is_said_and_waited_for(docker: FakeDocker, tmp_path: Path) -> None:
     record = docker.record("healthy")
-    limits = type(QUICK)(stall_s=1.0, startup_s=6.0, grace_s=1.0, gone_s=0.5)
+    limits = LaunchLimits(stall_s=1.0, startup_s=6.0, grace_s=1.0, gone_s=0.5)
     server = Server.start(record, marker={"study": "stuck"}, log_path=tmp_path / "log", limits=limits)
     server.wait_ready()
     docker.rules(keeps_containers=True)
