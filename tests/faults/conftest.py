@@ -23,6 +23,9 @@ from tuner.space.schema import ContainerSection
 SCRIPT = Path(__file__).with_name("misbehaving_server.py")
 QUICK = LaunchLimits(stall_s=1.0, startup_s=6.0, smoke_s=1.0, info_s=0.5, grace_s=1.0, gone_s=5.0)
 
+PATIENT = replace(QUICK, stall_s=10.0, startup_s=30.0, smoke_s=10.0)
+"""With a runtime in between, which is several programs more to start."""
+
 
 def faulty_record(mode: str, *extra: str, settings: dict[str, Setting] | None = None, **env: str) -> LaunchRecord:
     """A launch record of the misbehaving server, by the engine that users have for their own servers."""
@@ -44,9 +47,10 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[
     servers: list[Server] = []
 
     def start(
-        record: LaunchRecord | str, *extra: str, limits: LaunchLimits = QUICK, api_key: str | None = None
+        record: LaunchRecord | str, *extra: str, limits: LaunchLimits | None = None, api_key: str | None = None
     ) -> Server:
         record = faulty_record(record, *extra) if isinstance(record, str) else record
+        limits = limits or (QUICK if record.container is None else PATIENT)
         log = tmp_path / f"launch-{len(servers)}.log"
         mine = {**marker, "launch": str(len(servers))}
         server = Server.start(record, marker=mine, log_path=log, limits=limits, api_key=api_key)

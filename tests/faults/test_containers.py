@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
-from tests.faults.conftest import QUICK, FakeDocker
+from tests.faults.conftest import PATIENT, QUICK, FakeDocker
 from tests.faults.test_faulty_servers import failing
 from tests.tuner.study.test_study_fuzz import Served
 from tests.tuner.study.toy_study import controller, space
@@ -157,7 +158,7 @@ def test_a_client_that_is_killed_does_not_leave_its_container_behind(docker: Fak
 
 def test_a_container_that_cannot_be_removed_is_said_and_waited_for(docker: FakeDocker, tmp_path: Path) -> None:
     record = docker.record("healthy")
-    limits = LaunchLimits(stall_s=1.0, startup_s=6.0, grace_s=1.0, gone_s=0.5)
+    limits = replace(PATIENT, gone_s=0.5)
     server = Server.start(record, marker={"study": "stuck"}, log_path=tmp_path / "log", limits=limits)
     server.wait_ready()
     docker.rules(keeps_containers=True)
