@@ -85,6 +85,9 @@ def _settings(
     threads: Annotated[int | None, _option("Threads of the model process; default: all cores.")] = None,
     prefix_cache: Annotated[str, _option("on, or off: requests that begin alike share what was computed.")] = "on",
     seed: Annotated[int, _option("From which requests without a seed get theirs.")] = EngineConfig.seed,
+    drain_s: Annotated[
+        float, _option("After SIGTERM, requests in flight have this many seconds to finish.")
+    ] = EngineConfig.drain_s,
     log_level: Annotated[str, _option(f"One of {', '.join(LEVELS)}.")] = EngineConfig.log_level,
     log_format: Annotated[str, _option(f"One of {', '.join(FORMATS)}.")] = EngineConfig.log_format,
     speculation: Annotated[str, _option(f"The drafter: {', '.join(SPECULATION)}.")] = SpecConfig.speculation,
@@ -149,6 +152,7 @@ def _settings(
         threads=threads,
         prefix_cache=prefix_cache != "off",
         seed=seed,
+        drain_s=drain_s,
         log_level=log_level,
         log_format=log_format,
         spec=SpecConfig(

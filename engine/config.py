@@ -232,6 +232,7 @@ class EngineConfig:
         prefill_tokens: prompt tokens run per step, at most.
         threads: OpenMP threads of the model process; None: all cores it may use.
         prefix_cache: keep the pages of finished requests for others that begin alike, while there is room.
+        drain_s: after SIGTERM, requests in flight have this long to finish.
         seed: of the engine, from which requests without a seed get theirs.
     """
 
@@ -251,6 +252,7 @@ class EngineConfig:
     threads: int | None = None
     prefix_cache: bool = True
     seed: int = 0
+    drain_s: float = 5.0
     log_level: str = "info"
     log_format: str = "text"
     spec: SpecConfig = field(default_factory=SpecConfig)
@@ -266,6 +268,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= most:
                 found.append(f"{name}: {value} is outside 1 to {most}")
+        if not 0 <= self.drain_s <= 3600:
+            found.append(f"drain_s: {self.drain_s:g} is outside 0 to 3600")
         if not 0 <= self.port <= 65535:
             found.append(f"port: {self.port} is outside 0 to 65535")
         return found

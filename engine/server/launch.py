@@ -33,10 +33,8 @@ log = logging.getLogger(__name__)
 
 MODEL_WORKER = "engine.worker:main"
 
-_DRAIN_S = 5.0
-"""After SIGTERM, requests in flight have this long to finish."""
 _FAREWELL_S = 2.0
-"""After that, or after a failure, clients have this long to take their error."""
+"""After draining, or after a failure, clients have this long to take their error."""
 
 
 def serve(config: EngineConfig, worker: str = MODEL_WORKER) -> int:
@@ -150,7 +148,7 @@ class _Server:
         if self._signals > 1:
             self._client.fail("the server is shutting down")
             self._model.kill()
-        self._end_http(_DRAIN_S)
+        self._end_http(self._config.drain_s)
 
     def _on_loaded(self, tokenizer: asyncio.Task[Tokenizer]) -> None:
         error = None if tokenizer.cancelled() else tokenizer.exception()

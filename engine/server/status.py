@@ -107,7 +107,7 @@ def merge_info(requested: Mapping[str, Any], name: str, port: int, half: Mapping
     `paths`, `memory` and `counters`; what else it holds is passed on. Differences that it does not list are added, so
     that none goes unseen.
     """
-    here = {key: requested[key] for key in ("host", "api_key", "log_level", "log_format")}
+    here = {key: requested[key] for key in ("host", "api_key", "drain_s", "log_level", "log_format")}
     effective = {**here, "served_model_name": name, "port": port, **half.get("effective", {})}
     differences = list(half.get("differences", []))
     explained = {entry["setting"] for entry in differences}

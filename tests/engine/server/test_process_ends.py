@@ -194,3 +194,25 @@ def test_sigint_to_the_whole_group_cuts_long_requests_with_an_error_and_exits_0(
         assert "shutting down" in stream.result()[1]
     assert server.end() == 0
     assert _gone(server.model_pid())
+
+
+def test_after_sigterm_what_runs_is_finished_within_the_time_given(start):
+    server = start(drain_s=20.0, context_length=6000, kv_tokens=6000)
+    answers: list[httpx.Response] = []
+    body = {"prompt": "abc", "max_tokens": 1000}
+    threads = [
+        threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=30))
+        )
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 5
+    while "engine_http_running 3.0" not in httpx.get(f"{server.url}/metrics").text:
+        assert time.monotonic() < end
+    server.process.terminate()
+    for thread in threads:
+        thread.join(25)
+    assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [1000] * 3
+    assert server.end() == 0
