@@ -56,11 +56,15 @@ CHAT = Endpoint(
 
 @dataclass(frozen=True)
 class Delta:
-    """New text of one choice, its finish reason when it is the last, and its tokens where those were asked for."""
+    """New text of one choice, its finish reason when it is the last, and its tokens where those were asked for.
+
+    `used`: output tokens of all choices up to here.
+    """
 
     index: int
     text: str
     finish: str | None
+    used: int
     tokens: tuple[Entry, ...] = ()
 
 
@@ -87,6 +91,7 @@ class Job:
         self.texts = [TextStream(self.service.tokenizer, stop) for _ in range(len(self.prompts) * self.n)]
         self.prompt_tokens = sum(map(len, self.prompts))
         self.cached_tokens = 0
+        self.output_tokens = 0
 
     @property
     def choices(self) -> int:
@@ -127,6 +132,7 @@ class Job:
                 text = self.texts[index]
                 before = text.tokens
                 new = text.feed(update.token_ids)
+                self.output_tokens += text.tokens - before
                 tokens: tuple[Entry, ...] = ()
                 if update.logprobs:
                     tokens = tuple(zip(update.token_ids, update.logprobs, strict=True))[: text.tokens - before]
@@ -145,7 +151,7 @@ class Job:
                     echoing.discard(index)
                     echo, known = self._echo(index, update)
                     new, tokens = echo + new, known + tokens
-                batch.append(Delta(index, new, finish, tokens))
+                batch.append(Delta(index, new, finish, self.output_tokens, tokens))
             if first:
                 metrics.ttft.observe(time.perf_counter() - self.arrived)
                 first = False
@@ -160,18 +166,17 @@ class Job:
             return self.echoes[at], ()
         return self.echoes[at], tuple(zip(self.prompts[at], (None, *first.prompt_logprobs), strict=True))
 
-    def usage(self) -> dict[str, int]:
-        """Tokens so far, over all choices."""
-        output = sum(text.tokens for text in self.texts)
+    def usage(self, output_tokens: int) -> dict[str, int]:
+        """With so many output tokens, over all choices."""
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": output,
-            "total_tokens": self.prompt_tokens + output,
+            "completion_tokens": output_tokens,
+            "total_tokens": self.prompt_tokens + output_tokens,
         }
 
     def final_usage(self) -> dict[str, Any]:
         """All tokens, and how many of the prompts' the prefix cache had."""
-        return {**self.usage(), "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
+        return {**self.usage(self.output_tokens), "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
 
 def _seed_of(seed: int | None, choice: int) -> int | None:
@@ -273,7 +278,7 @@ class _Frames:
     def event(self, delta: Delta) -> str:
         """One delta."""
         finish = f'"{delta.finish}"' if delta.finish else "null"
-        usage = f',"usage":{_compact(self._job.usage())}' if self._always else ""
+        usage = f',"usage":{_compact(self._job.usage(delta.used))}' if self._always else ""
         after = self._after
         if self._logprobs and delta.tokens:
             told = _compact(self._logprobs[delta.index].render(delta.tokens))
