@@ -29,6 +29,7 @@ PHASES = {
     "ready": "waiting until it is ready",
     "smoke": "trying a real completion",
     "block": "measuring",
+    "answers": "comparing answers with the baseline's",
     "stop": "stopping the server",
 }
 

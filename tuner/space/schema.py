@@ -265,6 +265,19 @@ class SimulationSection(Section):
     speed: PositiveNumber = 1.0
 
 
+class QualitySection(Section):
+    """How answers are held against the baseline's in the confirmation: so many held-out prompts, greedy.
+
+    A candidate that answers otherwise than rounding explains, or that is lossy by its settings, wins only with
+    `allow_lossy`. `check_command` gets the answers as JSON on its standard input and objects by a status other than 0.
+    """
+
+    prompts: Annotated[Whole, Field(ge=0), _at_most(1000)] = 12
+    max_tokens: Annotated[PositiveWhole, _at_most(4096)] = 48
+    allow_lossy: bool = False
+    check_command: Annotated[list[Text], Field(min_length=1)] | None = None
+
+
 class SpaceFile(Section):
     """A whole space file."""
 
@@ -279,3 +292,4 @@ class SpaceFile(Section):
     profile: Profile = "full"
     notify: NotifySection | None = None
     simulation: SimulationSection | None = None
+    quality: QualitySection = Field(default_factory=QualitySection)

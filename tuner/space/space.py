@@ -18,6 +18,7 @@ from tuner.space.schema import (
     ObjectiveSection,
     ParameterSection,
     Profile,
+    QualitySection,
     SimulationSection,
     SpaceFile,
 )
@@ -168,6 +169,7 @@ class Space:
             self.simulation = file.simulation or SimulationSection()
             told = self.simulation.model_dump(include={"profile", "noise", "speed"})
             self.args |= {f"simulation.{name}": value for name, value in told.items()}
+        self.quality: QualitySection = file.quality
         self.workload = _workload(file)
         self.objective: ObjectiveSection = file.objective
         self.budget: BudgetSection = file.budget
@@ -235,12 +237,19 @@ class Space:
 
     @property
     def meaning(self) -> dict[str, Any]:
-        """All that a measurement depends on, as it is in effect: everything but the name, the budget and the hook.
+        """All that a measurement depends on, as it is in effect: all but the name, the budget, the hook and the gate.
 
         Nor does it depend on how long the tuner waits for a server, or where it finds a key.
         """
         file = self.file.model_dump(mode="json")
-        del file["name"], file["budget"], file["notify"], file["engine"]["launch"], file["engine"]["api_key_env"]
+        del (
+            file["name"],
+            file["budget"],
+            file["notify"],
+            file["quality"],
+            file["engine"]["launch"],
+            file["engine"]["api_key_env"],
+        )
         if self.container is None:
             del file["engine"]["container"]
         if self.simulation is None:

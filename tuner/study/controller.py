@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tuner.errors import EnvironmentBroken, LaunchFailed, StudyStopped
+from tuner.judge.quality import Answers
 from tuner.records import Block, Candidate, Failure, LaunchRecord
 from tuner.space import Listed
 from tuner.study.crashes import CrashMemory
@@ -32,7 +33,10 @@ from tuner.study.planner import (
     next_step,
     slot_state,
 )
+from tuner.study.probe import NoAnswer, Probe, check
 from tuner.study.progress import Event, Observer, Silent
+from tuner.study.quality import ANSWERS, JUDGED, VETO, wanted
+from tuner.study.quality import verdicts as quality_verdicts
 from tuner.study.sampler import PATIENCE, draw_untried, propose
 from tuner.study.score import FAILED, ILLEGAL, Score, score
 from tuner.study.store import AlreadyMeasured, StudyStore
@@ -54,6 +58,7 @@ class Controller:
         check: called before each step; raises when the study is not ours any more.
         alert: called twice a second within a block; raises when it has to end.
         shield: delays interruptions while facts are kept and servers are ended.
+        probe: asks servers for answers, for the output-quality gate; None to do without it.
         crashes: what other studies have learned to crash; None to try everything.
     """
 
@@ -70,6 +75,7 @@ class Controller:
         alert: Callable[[], None] = lambda: None,
         shield: Callable[[], AbstractContextManager[None]] = nullcontext,
         crashes: CrashMemory | None = None,
+        probe: Probe | None = None,
     ) -> None:
         self.store = store
         self.engine = engine
@@ -81,6 +87,7 @@ class Controller:
         self.alert = alert
         self.shield = shield
         self.crashes = crashes
+        self.probe = probe
         self._unsettled: StopReport | None = None
 
     @cached_property
@@ -259,6 +266,8 @@ class Controller:
                 for level in levels:
                     if not self._block(data, launch, server, record, slot, level):
                         break  # without this level there is no result: the others would be measured for nothing
+                else:
+                    self._ask_answers(launch, server, record, slot)
             except LaunchFailed as error:
                 self.check()  # a tuner that has taken the study over ends our server, which is no fault of its own
                 with self.shield():
@@ -326,6 +335,47 @@ class Controller:
     def _progress(self, progress: Any) -> None:
         self.alert()
         self.observer.block_progress(progress)
+
+    def _ask_answers(self, launch: int, server: RunningServer, record: LaunchRecord, slot: Slot) -> None:
+        """What the output-quality gate still needs of this server; a server that does not tell loses no block."""
+        if self.probe is None:
+            return
+        data = self.store.data()
+        want = wanted(data, slot)
+        if not (want.answers or want.likelihoods):
+            return
+        self.observer.working(slot, "answers")
+        try:
+            if want.answers:
+                facts = self.probe.answers(record).to_dict()
+                self.store.put_quality(slot.candidate_id, ANSWERS, launch, facts)
+            for candidate in want.likelihoods:
+                self.check()
+                answers = Answers.from_dict(self.store.data().quality[candidate, ANSWERS])
+                self.store.put_quality(candidate, JUDGED, launch, self.probe.judged(record, answers).to_dict())
+        except NoAnswer as error:
+            if failure := server.failure():
+                raise LaunchFailed(failure) from error
+            self._event("quality", f"the answers of {self._named(data, slot.candidate_id)} are not known: {error}")
+
+    def _check_answers(self, data: StudyData) -> None:
+        """The user's check, once for each candidate whose answers are known."""
+        command = data.space.quality.check_command
+        baseline = data.quality.get((data.baseline.id, ANSWERS))
+        if command is None or baseline is None:
+            return
+        for candidate in sorted({c for c, kind in data.quality if kind == ANSWERS} - {data.baseline.id}):
+            if (candidate, VETO) in data.quality:
+                continue
+            told = {
+                "settings": dict(data.settings_of(candidate)),
+                "baseline": baseline["texts"],
+                "candidate": data.quality[candidate, ANSWERS]["texts"],
+            }
+            why = check(command, told)
+            self.store.put_quality(candidate, VETO, data.launches[-1].id, {"why": why or ""})
+            if why:
+                self._event("quality", f"the check objects to {self._named(data, candidate)}: {why}")
 
     def _keep(self, entry: Entry) -> int:
         """Writes a block to the record, then to the database; returns its id.
@@ -448,6 +498,10 @@ class Controller:
 
     def _finish(self, data: StudyData, reason: str) -> StudyData:
         self.store.put_pairs(data.pairs)
+        self._check_answers(data)
+        data = self.store.data()
+        for candidate, found in quality_verdicts(data).items():
+            self.store.put_quality(candidate, "verdict", data.launches[-1].id, found.to_dict())
         self.store.finish(verdicts_of(recommendation(data)), reason)
         self._say("done", f"the search has ended: {reason}")
         data = self.store.data()

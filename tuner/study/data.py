@@ -141,6 +141,8 @@ class StudyData:
     verdicts: tuple[Verdict, ...] = ()
     events: tuple[StoredEvent, ...] = field(default=(), repr=False)
     sampler: Mapping[str, Any] = field(default_factory=dict)
+    quality: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict, repr=False)
+    """(candidate, kind) → what is known of its answers; `study/quality.py` says what."""
 
     @property
     def baseline(self) -> Candidate:

@@ -9,6 +9,8 @@ from tuner.judge.recommend import recommend
 from tuner.records import Choice, Recommendation, Verdict
 from tuner.study.data import StudyData
 from tuner.study.planner import disqualified, policy_of
+from tuner.study.quality import notes as quality_notes
+from tuner.study.quality import refused
 from tuner.study.score import weights
 
 
@@ -20,6 +22,7 @@ def recommendation(data: StudyData) -> Recommendation:
     """
     dropped = disqualified(data, policy_of(data))
     slow = _too_slow_to_answer(data)
+    lossy = refused(data)
     guard = data.space.objective.guard
     found = recommend(
         study=data.name,
@@ -30,7 +33,11 @@ def recommendation(data: StudyData) -> Recommendation:
             pair
             for pair in data.pairs
             if pair.role == "screen"
-            or not (pair.candidate_id in dropped or (pair.candidate_id, pair.concurrency) in slow)
+            or not (
+                pair.candidate_id in dropped
+                or pair.candidate_id in lossy
+                or (pair.candidate_id, pair.concurrency) in slow
+            )
         ],
         weights=weights(data),
         profile=data.space.profile,
@@ -43,6 +50,7 @@ def recommendation(data: StudyData) -> Recommendation:
         f"limit {guard.ttft_p90_ms:g} ms."
         for (candidate, level), ms in sorted(slow.items())
     ]
+    notes += quality_notes(data)
     return replace(found, advice=(*notes, *found.advice)) if notes else found
 
 

@@ -22,6 +22,7 @@ from tuner.study.names import check_name, study_folder
 from tuner.study.notify import message, notify
 from tuner.study.place import measuring, network_filesystem
 from tuner.study.planner import launches_used, policy_of
+from tuner.study.probe import HttpProbe
 from tuner.study.progress import Event, Observer
 from tuner.study.sampler import seed_of
 from tuner.study.score import BASELINE_EVERY
@@ -278,6 +279,7 @@ def run_study(
     before = store.data()
     space = before.space
     interrupts = Interrupts()
+    probe = _probe(space) if world is None and not virtual(space) else None
     lease_clock = clock or store.clock
     if world is None and virtual(space):
         passing = Clock(store.clock())
@@ -299,6 +301,7 @@ def run_study(
             alert=interrupts.check,
             shield=interrupts.shield,
             crashes=crashes,
+            probe=probe,
         )
 
     with interrupts.installed():
@@ -315,6 +318,14 @@ def run_study(
         if before.state != "done" or before.blocks.keys() != data.blocks.keys():
             _tell(space, store, data, None, observer)
     return data
+
+
+def _probe(space: Space) -> HttpProbe:
+    """The output-quality gate's prompts: the first held-out ones, as plain text."""
+    from tuner.bench.prompts import load_prompts
+
+    prompts = load_prompts(space.workload.prompts, split="held_out")[: space.quality.prompts]
+    return HttpProbe([prompt.text for prompt in prompts], space.quality.max_tokens, api_key(space))
 
 
 def _warn(store: StudyStore, observer: Observer, kind: str, sentence: str | None) -> None:

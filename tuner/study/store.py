@@ -69,6 +69,8 @@ class StudyStore:
             confirmations = connection.execute(self._of(t.confirmations).order_by(t.confirmations.c.round)).all()
             verdicts = connection.execute(self._of(t.verdicts).order_by(t.verdicts.c.id)).all()
             events = connection.execute(self._of(t.events).order_by(t.events.c.id)).all()
+            known = sa.inspect(connection).has_table(t.quality.name)
+            quality = connection.execute(self._of(t.quality)).all() if known else []
         return StudyData(
             name=row.name,
             uid=row.uid,
@@ -89,6 +91,7 @@ class StudyStore:
             verdicts=tuple(Verdict(**v.verdict) for v in verdicts),
             events=tuple(StoredEvent(e.id, e.at, e.kind, e.message) for e in events),
             sampler=row.sampler,
+            quality={(q.candidate, q.kind): q.facts for q in quality},
         )
 
     def stored_pairs(self) -> tuple[Pair, ...]:
@@ -152,6 +155,15 @@ class StudyStore:
             if connection.execute(sa.select(t.candidates.c.id).where(key)).first() is None:
                 values = {"study": self.name, "id": candidate.id, "settings": dict(candidate.settings)}
                 connection.execute(sa.insert(t.candidates).values(values))
+
+    def put_quality(self, candidate_id: str, kind: str, launch: int, facts: Mapping[str, Any]) -> None:
+        """Keeps what a launch has told of a candidate's answers, in place of what was known."""
+        key = (t.quality.c.study == self.name) & (t.quality.c.candidate == candidate_id) & (t.quality.c.kind == kind)
+        values = {"study": self.name, "candidate": candidate_id, "kind": kind, "launch": launch, "facts": dict(facts)}
+        with self.engine.begin() as connection:
+            t.quality.create(connection, checkfirst=True)
+            connection.execute(sa.delete(t.quality).where(key))
+            connection.execute(sa.insert(t.quality).values(values))
 
     # -- launches ---------------------------------------------------------------------------------------------------
 

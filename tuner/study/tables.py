@@ -138,6 +138,17 @@ pairs = Table(
     ForeignKeyConstraint(["candidate_block"], ["tuner_blocks.id"]),
 )
 
+quality = Table(
+    "tuner_quality",
+    metadata,
+    Column("study", String(64), primary_key=True),
+    Column("candidate", String(12), primary_key=True),
+    Column("kind", String(16), primary_key=True),
+    Column("launch", Integer, nullable=False),
+    Column("facts", JSON, nullable=False),
+)
+"""Younger than the others: a database that lacks it gets it with the first fact."""
+
 verdicts = Table(
     "tuner_verdicts",
     metadata,

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tuner.study.toy_study import SPACE, ToyMachine, controller, space, study
+from tuner.judge.quality import Answers
+from tuner.records import LaunchRecord
+from tuner.study.decide import recommendation
+from tuner.study.probe import HttpProbe, NoAnswer, check
+from tuner.study.quality import verdicts
+
+ANSWER = "a plain answer of some seven words"
+
+
+class Speaks(BaseHTTPRequestHandler):
+    """Answers every prompt alike; with echo, gives each word a log-probability."""
+
+    likelihoods = True
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body.get("echo"):
+            if not self.likelihoods:
+                return self.say(400, {"error": {"message": "no echo here"}})
+            offsets = [i for i, _ in enumerate(body["prompt"]) if i == 0 or body["prompt"][i - 1] == " "]
+            none: list[Any] = [None]
+            told = {
+                "text_offset": offsets,
+                "token_logprobs": none + [-0.5] * (len(offsets) - 1),
+                "top_logprobs": none + [{"x": -0.25}] * (len(offsets) - 1),
+            }
+            return self.say(200, {"choices": [{"text": body["prompt"], "logprobs": told}]})
+        return self.say(200, {"choices": [{"text": ANSWER}]})
+
+    def say(self, status: int, data: Any) -> None:
+        text = json.dumps(data).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_args: Any) -> None:
+        return
+
+
+@pytest.fixture
+def record() -> Iterator[LaunchRecord]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Speaks)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = server.server_address[1]
+    yield LaunchRecord("toy", "1", "m", (), {}, "127.0.0.1", int(port), {}, {}, "m")
+    server.shutdown()
+    server.server_close()
+
+
+def test_likelihoods_are_those_of_the_answers_own_tokens(record: LaunchRecord) -> None:
+    probe = HttpProbe(["First of all, ", "And then "], 16)
+    answers = probe.answers(record)
+    assert answers.texts == (ANSWER, ANSWER)
+    judged = probe.judged(record, answers)
+    count = len(ANSWER.split())
+    for one in judged.likelihoods:
+        assert one.offsets[0] == 0
+        assert (len(one.offsets), one.mean) == (count, -0.5)
+        assert one.gap_at(3) == pytest.approx(0.25)
+
+
+def test_a_server_without_echo_is_said_to_be_so(record: LaunchRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speaks, "likelihoods", False)
+    probe = HttpProbe(["Well, "], 16)
+    judged = probe.judged(record, probe.answers(record))
+    assert judged.likelihoods == ()
+    assert "status 400" in judged.unknown
+    with pytest.raises(NoAnswer):
+        probe.answers(replace(record, port=1))
+
+
+class Told:
+    """Answers by settings; its likelihoods say that every word was a clear choice."""
+
+    def __init__(self, answer: Mapping[str, str]) -> None:
+        self.answer = answer
+        self.asked: list[str] = []
+
+    def answers(self, record: LaunchRecord) -> Answers:
+        kind = "fast" if record.settings.get("speculation") == "ngram" else "baseline"
+        self.asked.append(kind)
+        return Answers((self.answer[kind],) * 5)
+
+    def judged(self, record: LaunchRecord, answers: Answers) -> Answers:
+        assert record.settings.get("speculation") == "none"  # only the baseline's server judges
+        self.asked.append("judge")
+        return Answers(answers.texts, (), "no likelihoods")
+
+
+def run(folder: Path, probe: Told, *overrides: str) -> Any:
+    store = study(folder, space(SPACE, *overrides))
+    try:
+        return controller(store, ToyMachine(speed=fast), probe=probe).run()
+    finally:
+        store.close()
+
+
+def fast(settings: Mapping[str, Any], level: int) -> float:
+    gain = 1.3 if settings.get("speculation") == "ngram" else 1.0
+    return 100.0 * level * gain * (1 + 0.01 * settings.get("num_steps", 0))
+
+
+def test_a_faster_candidate_with_the_same_answers_wins_and_each_is_asked_once(tmp_path: Path) -> None:
+    probe = Told({"baseline": ANSWER, "fast": ANSWER})
+    data = run(tmp_path, probe)
+    found = recommendation(data)
+    assert found.overall.winner is not None
+    assert {verdict.outcome for verdict in verdicts(data).values()} == {"same"}
+    assert probe.asked.count("baseline") == 1
+    finalists = {c for confirmation in data.confirmations for c in confirmation.finalists}
+    assert probe.asked.count("fast") == len(finalists)
+    assert "verdict" in {kind for _, kind in data.quality}
+
+
+def test_a_faster_candidate_with_other_answers_never_wins_unless_asked_for(tmp_path: Path) -> None:
+    probe = Told({"baseline": ANSWER, "fast": "no"})
+    data = run(tmp_path, probe)
+    found = recommendation(data)
+    assert found.overall.winner is None
+    assert all(choice.winner is None for choice in found.per_concurrency)
+    assert any("answers are not the baseline's" in line and "allow_lossy" in line for line in found.advice)
+    allowed = replace(data, space=space(SPACE, "quality.allow_lossy=true"))
+    assert recommendation(allowed).overall.winner is not None
+
+
+def test_the_users_check_has_the_last_word(tmp_path: Path) -> None:
+    script = tmp_path / "look.py"
+    script.write_text(
+        "import json, sys; told = json.load(sys.stdin); sys.exit('too terse, ' + told['candidate'][0][:7])"
+    )
+    command = json.dumps([sys.executable, str(script)])
+    data = run(tmp_path, Told({"baseline": ANSWER, "fast": ANSWER}), f"quality.check_command={command}")
+    found = recommendation(data)
+    assert found.overall.winner is None
+    assert any("the check objects: too terse, a plain" in line for line in found.advice)
+    assert check([sys.executable, "-c", "pass"], {}) is None
+    assert "cannot be started" in (check(["./no-such-program"], {}) or "")

@@ -1,0 +1,136 @@
+"""Asks a running server for answers, and for the likelihood of answers, one at a time, over `/v1/completions`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import httpx
+
+from tuner.judge.quality import Answers, Likelihood
+from tuner.records import LaunchRecord
+
+TIMEOUT_S = 120.0
+CHECK_TIMEOUT_S = 600.0
+
+
+class NoAnswer(Exception):
+    """The server does not give what was asked for; why, in a sentence."""
+
+
+class Probe(Protocol):
+    """What the output-quality gate asks of a server."""
+
+    def answers(self, record: LaunchRecord) -> Answers:
+        """Greedy answers to the gate's prompts. Raises `NoAnswer`."""
+
+    def judged(self, record: LaunchRecord, answers: Answers) -> Answers:
+        """The same answers with the likelihoods that this server gives them, or with the reason why not."""
+
+
+class HttpProbe:
+    """A `Probe` of real servers. Prompts go one after the other, so that batches cannot differ.
+
+    A server must answer `/v1/completions` with `echo` and `logprobs` for likelihoods (the bundled engine and vLLM do);
+    without them the gate falls back on the texts alone.
+    """
+
+    def __init__(self, prompts: Sequence[str], max_tokens: int, key: str | None = None) -> None:
+        self._prompts = tuple(prompts)
+        self._max_tokens = max_tokens
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def answers(self, record: LaunchRecord) -> Answers:
+        """See `Probe.answers`."""
+        texts = []
+        for prompt in self._prompts:
+            body = {"prompt": prompt, "max_tokens": self._max_tokens, "temperature": 0, "seed": 0}
+            texts.append(_text(self._ask(record, body)))
+        return Answers(tuple(texts))
+
+    def judged(self, record: LaunchRecord, answers: Answers) -> Answers:
+        """See `Probe.judged`."""
+        found = []
+        try:
+            for prompt, text in zip(self._prompts, answers.texts, strict=True):
+                body = {"prompt": prompt + text, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
+                try:
+                    reply = self._ask(record, body)
+                except NoAnswer:
+                    reply = self._ask(record, {**body, "max_tokens": 1})  # some want to make a token at least
+                found.append(_likelihood(reply, len(prompt), len(prompt) + len(text)))
+        except NoAnswer as error:
+            return Answers(answers.texts, (), f"the server gives no prompt log-probabilities ({error})")
+        return Answers(answers.texts, tuple(found))
+
+    def _ask(self, record: LaunchRecord, body: Mapping[str, Any]) -> dict[str, Any]:
+        url = f"{record.base_url}/v1/completions"
+        try:
+            reply = httpx.post(
+                url,
+                json={"model": record.served_model, **body},
+                headers=self._headers,
+                timeout=TIMEOUT_S,
+                trust_env=False,
+            )
+            data = reply.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise NoAnswer(f"/v1/completions: {type(error).__name__}") from error
+        if reply.status_code != 200 or not isinstance(data, dict):
+            raise NoAnswer(f"/v1/completions: status {reply.status_code}")
+        return data
+
+
+def _text(reply: Mapping[str, Any]) -> str:
+    try:
+        text = reply["choices"][0]["text"]
+    except (KeyError, IndexError, TypeError):
+        raise NoAnswer("/v1/completions: no text in the answer") from None
+    if not isinstance(text, str):
+        raise NoAnswer("/v1/completions: no text in the answer")
+    return text
+
+
+def _likelihood(reply: Mapping[str, Any], begin: int, end: int) -> Likelihood:
+    """Of the tokens that begin between two characters of the echo."""
+    try:
+        told = reply["choices"][0]["logprobs"]
+        rows = list(zip(told["text_offset"], told["token_logprobs"], told["top_logprobs"], strict=True))
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise NoAnswer("/v1/completions: no log-probabilities in the answer") from None
+    mine = [(at - begin, chosen, top) for at, chosen, top in rows if begin <= at < end and chosen is not None]
+    best = [max([chosen, *(top or {}).values()]) for _, chosen, top in mine]
+    return Likelihood(tuple(at for at, _, _ in mine), tuple(float(chosen) for _, chosen, _ in mine), tuple(best))
+
+
+def check(command: Sequence[str], told: Mapping[str, Any]) -> str | None:
+    """Runs a user's check with the answers as JSON on its standard input; why it objects, None when it does not.
+
+    It objects by ending with another status than 0; what it wrote last, to either stream, is the reason. A check that
+    cannot be run, or takes more than ten minutes, objects too: nobody has looked.
+    """
+    try:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        return f"the check {command[0]} cannot be started: {getattr(error, 'strerror', None) or error}"
+    try:
+        said, _ = process.communicate(json.dumps(told, ensure_ascii=False), timeout=CHECK_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return f"the check {command[0]} took longer than {CHECK_TIMEOUT_S:g} s and was ended"
+    if process.returncode == 0:
+        return None
+    last = said.strip().splitlines()[-1:]
+    return last[0][:200] if last else f"the check {command[0]} ended with status {process.returncode}"
