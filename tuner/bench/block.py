@@ -70,6 +70,7 @@ def measure_block(
     seed: int,
     api_key: str | None = None,
     ignore_eos: bool = False,
+    ceiling_events_per_s: float | None = None,
     on_progress: Callable[[BlockProgress], None] | None = None,
     server_failure: Callable[[], Failure | None] = lambda: None,
 ) -> BlockOutcome:
@@ -77,7 +78,8 @@ def measure_block(
 
     The n-th request is a function of `prompts`, `concurrency`, `max_tokens` and `seed`: give both blocks of a pair the
     same. `server_failure` is asked five times a second, in this thread, and must be quick; once it returns a failure
-    the block ends with it. A block that fails a gate is returned all the same, with `valid` false and the gate's name.
+    the block ends with it. `ceiling_events_per_s` is the client's (`selftest.client_ceiling`); a block that comes near
+    it is invalid. A block that fails a gate is returned all the same, with `valid` false and the gate's name.
 
     Raises:
         UsageError: arguments that cannot be measured. Nothing was sent.
@@ -94,6 +96,7 @@ def measure_block(
         api_key,
         on_progress or (lambda _progress: None),
         server_failure,
+        ceiling_events_per_s,
     )
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run.outcome(role))
@@ -140,6 +143,7 @@ class _BlockRun:
         api_key: str | None,
         on_progress: Callable[[BlockProgress], None],
         server_failure: Callable[[], Failure | None],
+        ceiling_events_per_s: float | None,
     ) -> None:
         self.target = target
         self.sampling = sampling
@@ -150,6 +154,7 @@ class _BlockRun:
         self.api_key = api_key
         self.on_progress = on_progress
         self.server_failure = server_failure
+        self.ceiling_events_per_s = ceiling_events_per_s
         self.phase: Phase = "probe"
         self.phase_start_ns = monotonic_ns()
         self.phase_s = 0.0
@@ -270,6 +275,7 @@ class _BlockRun:
             connections=client.connections,
             before=await before,
             after=await after,
+            ceiling_events_per_s=self.ceiling_events_per_s,
         )
 
     async def _warm_up(self, client: LoadClient, pulse: Pulse) -> tuple[float, bool, str]:

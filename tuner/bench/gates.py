@@ -24,6 +24,10 @@ MIN_CONCURRENCY = 0.98
 MAX_CLIENT_BUSY = 0.5
 """CPU time of the client's loop / wall time. Above it, queues form in the client, and its times are its own."""
 
+MAX_CEILING_SHARE = 1 / 3
+"""Events a second of the window / what the self-test found one process of the client to take. Above it, the client has
+no headroom for bursts, and every decode step is a burst."""
+
 MAX_CLIENT_STEAL = 0.04
 """CPU time of this process / all cores of a machine that also runs the server. Both blocks of a pair pay it, and
 most of it does not depend on the server's speed: their ratio moves by the difference, a quarter of this at most."""
@@ -56,7 +60,9 @@ a warm-up that was not over. Only from `DRIFT_NEEDS_S` seconds on; a shorter win
 DRIFT_NEEDS_S = 20
 DRIFT_P = 0.001
 
-ENVIRONMENT_GATES = frozenset({"client_bound", "client_steals_cpu", "slow_turnaround", "loop_lag", "tokens_disagree"})
+ENVIRONMENT_GATES = frozenset(
+    {"client_bound", "client_ceiling", "client_steals_cpu", "slow_turnaround", "loop_lag", "tokens_disagree"}
+)
 """Gates whose failure is the machine's, the client's or a stranger's doing, and is not held against a candidate."""
 
 
@@ -93,6 +99,8 @@ class Observed:
     client_tokens: float | None = None
     server_tokens: float | None = None
     slack_tokens: float = 0.0
+    events_per_s: float = 0.0
+    ceiling_events_per_s: float | None = None
 
 
 def gates(seen: Observed) -> tuple[Gate, ...]:
@@ -114,6 +122,10 @@ def gates(seen: Observed) -> tuple[Gate, ...]:
         ),
         _at_most("client_bound", seen.client_busy, MAX_CLIENT_BUSY, "CPU share of the load client's loop"),
     ]
+    if seen.ceiling_events_per_s is not None:
+        share = seen.events_per_s / seen.ceiling_events_per_s
+        detail = f"{seen.events_per_s:.0f} events/s of the {seen.ceiling_events_per_s:.0f} that the client can take"
+        found.append(_at_most("client_ceiling", share, MAX_CEILING_SHARE, detail))
     if seen.client_steal is not None:
         found.append(
             _at_most("client_steals_cpu", seen.client_steal, MAX_CLIENT_STEAL, "CPU of this process / all cores")

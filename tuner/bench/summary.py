@@ -39,6 +39,7 @@ class Recording:
     connections: int
     before: Snapshot | None
     after: Snapshot | None
+    ceiling_events_per_s: float | None = None
 
 
 def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
@@ -56,6 +57,7 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
     seconds = metrics.series(traces, start, end)
     e2e = metrics.percentiles(metrics.e2e_ms(t) for t in good)
     change = delta(seen.before, seen.after)
+    chunks = float(sum(start <= at < end for t in traces for at in t.chunks))
     unknown = [t for t in traces if t.problem is None and t.usage == "none" and (t.chunks or not t.cut)]
     found = gates(
         Observed(
@@ -80,6 +82,8 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
             short_outputs=sum(_short(t) for t in good),
             degenerate_outputs=sum(metrics.degenerate(t.text) for t in good),
             series=seconds,
+            events_per_s=chunks / window_s,
+            ceiling_events_per_s=seen.ceiling_events_per_s,
             **_counter_check(seen, change),
         )
     )
@@ -87,7 +91,7 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
         "client_cpu_s": seen.client_cpu_s,
         "process_cpu_s": seen.process_cpu_s,
         "connections": float(seen.connections),
-        "chunks": float(sum(start <= at < end for t in traces for at in t.chunks)),
+        "chunks": chunks,
         "turnaround_ms": 1000 * seen.turnaround_s,
         "loop_lag_mean_ms": 1000 * sum(seen.lags_s) / len(seen.lags_s) if seen.lags_s else 0.0,
         "loop_lag_max_ms": 1000 * max(seen.lags_s, default=0.0),
@@ -95,6 +99,8 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
         "finished_by_length": float(sum(t.finish == "length" for t in good)),
         "half_drift": half_drift(seconds) if len(seconds) >= 4 else 0.0,
     }
+    if seen.ceiling_events_per_s is not None:
+        counters["client_ceiling_events_per_s"] = seen.ceiling_events_per_s
     if change is not None:
         told = {
             "server_generated": change.generated,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import httpx
@@ -14,8 +15,10 @@ from rich.table import Table
 
 from tuner.bench.block import BlockProgress, measure_block
 from tuner.bench.client import Target
+from tuner.bench.open_loop import OpenRun, run_open_loop
 from tuner.bench.plan import PROFILES, WindowPlan, window_plan
 from tuner.bench.prompts import Prompt, load_prompts, shipped_sets
+from tuner.bench.selftest import client_ceiling
 from tuner.errors import EnvironmentBroken, LaunchFailed, TunerError, UsageError
 from tuner.records import Block, Failure
 
@@ -32,22 +35,43 @@ def command(
     model: Annotated[str | None, typer.Option(help="Model to ask for; default: the first one served.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="TUNER_API_KEY", help="Sent as a bearer token.")] = None,
     seed: Annotated[int, typer.Option(help="Order of the prompts, and seed of the sampling.")] = 0,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Open loop instead: requests a second, arriving at random; latencies from the arrival."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Of the open loop.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
     """Measure a running server at each concurrency: throughput, latencies, and whether the figures hold."""
     try:
-        code = bench(
-            url,
-            levels=parse_levels(concurrency),
-            max_tokens=max_tokens,
-            temperature=temperature,
-            prompts=load_prompts(prompts, split="tuning" if prompts in shipped_sets() else "all"),
-            plan=window_plan(profile),
-            model=model,
-            api_key=api_key,
-            seed=seed,
-            as_json=as_json,
-        )
+        texts = load_prompts(prompts, split="tuning" if prompts in shipped_sets() else "all")
+        if rate is not None:
+            code = bench_open(
+                url,
+                rate=rate,
+                seconds=seconds,
+                warmup_s=window_plan(profile).warmup_s,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                prompts=texts,
+                model=model,
+                api_key=api_key,
+                seed=seed,
+                as_json=as_json,
+            )
+        else:
+            code = bench(
+                url,
+                levels=parse_levels(concurrency),
+                max_tokens=max_tokens,
+                temperature=temperature,
+                prompts=texts,
+                plan=window_plan(profile),
+                model=model,
+                api_key=api_key,
+                seed=seed,
+                as_json=as_json,
+            )
     except TunerError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
@@ -102,6 +126,7 @@ def bench(
                 plan=plan,
                 seed=seed,
                 api_key=api_key,
+                ceiling_events_per_s=client_ceiling(),
                 on_progress=show if sys.stderr.isatty() else None,
             )
         if outcome.block is None:
@@ -115,6 +140,68 @@ def bench(
     else:
         _print(Console(), target, served, blocks, failure)
     return 0 if failure is None and any(block.valid for block in blocks) else 1
+
+
+def bench_open(
+    url: str,
+    *,
+    rate: float,
+    seconds: float,
+    warmup_s: float,
+    max_tokens: int,
+    temperature: float,
+    prompts: list[Prompt],
+    model: str | None,
+    api_key: str | None,
+    seed: int,
+    as_json: bool,
+) -> int:
+    """The open loop: measure and print; returns the exit code: 0, or 1 when the run is not valid.
+
+    Raises:
+        UsageError, EnvironmentBroken: as `bench`.
+    """
+    if max_tokens < 1:
+        raise UsageError(f"--max-tokens {max_tokens}: must be at least 1")
+    target = Target.parse(url)
+    found = run_open_loop(
+        target.base_url,
+        model=served_model(target, api_key, model),
+        prompts=prompts,
+        rate=rate,
+        seconds=seconds,
+        warmup_s=warmup_s,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        api_key=api_key,
+    )
+    if as_json:
+        print(json.dumps({"url": target.base_url, **asdict(found), "valid": found.valid}, indent=2))
+    else:
+        _print_open(Console(), target, found)
+    return 0 if found.valid else 1
+
+
+def _print_open(console: Console, target: Target, found: OpenRun) -> None:
+    title = f"{found.rate:g} requests/s at {target.base_url}, {found.seconds:g} s"
+    table = Table(title=title, caption="milliseconds from the intended time of sending; late: of sending itself")
+    for column in ("", "n", "mean", "p50", "p90", "p99"):
+        table.add_column(column, justify="right", no_wrap=True)
+    rows = {"TTFT": found.ttft_ms, "TPOT": found.tpot_ms, "end to end": found.e2e_ms, "late": found.late_ms}
+    for name, each in rows.items():
+        table.add_row(name, str(each.n), *(_ms(value) for value in (each.mean, each.p50, each.p90, each.p99)))
+    console.print(table)
+    console.print(
+        f"{found.requests} requests ended well, {found.failed} did not; {found.tokens_per_s:.1f} tok/s; "
+        f"{found.in_flight:.1f} under way on average"
+    )
+    if found.failure:
+        console.print(f"First failure: {found.failure}", markup=False)
+    for gate in found.gates:
+        if not gate.ok:
+            said = f"{gate.value:.4g} (limit {gate.limit:.4g}): {gate.detail}"
+            console.print(f"Invalid: {gate.name}, {said}", markup=False)
 
 
 def parse_levels(text: str) -> list[int]:

@@ -272,8 +272,8 @@ class QualitySection(Section):
     `allow_lossy`. `check_command` gets the answers as JSON on its standard input and objects by a status other than 0.
     """
 
-    prompts: Annotated[Whole, Field(ge=0), _at_most(1000)] = 12
-    max_tokens: Annotated[PositiveWhole, _at_most(4096)] = 48
+    prompts: Annotated[Whole, Field(ge=0), _at_most(1000)] = 8
+    max_tokens: Annotated[PositiveWhole, _at_most(4096)] = 32
     allow_lossy: bool = False
     check_command: Annotated[list[Text], Field(min_length=1)] | None = None
 

@@ -169,6 +169,7 @@ class Machine:
     ) -> Outcome:
         """One block, on a server whose prefix cache is empty. Equal seeds mean equal requests."""
         from tuner.bench.block import BlockOutcome, measure_block
+        from tuner.bench.selftest import client_ceiling
 
         if problem := flush(record, self._api_key):
             kind = Failure("bad_protocol", "bench", f"the prefix cache could not be emptied before a block: {problem}")
@@ -183,6 +184,7 @@ class Machine:
             temperature=self._workload.temperature,
             plan=self._plan,
             seed=seed,
+            ceiling_events_per_s=client_ceiling(),
             api_key=self._api_key,
             on_progress=on_progress,
             server_failure=server.failure,

@@ -29,6 +29,8 @@ GOOD = Observed(
     client_tokens=2004.0,
     server_tokens=2000.0,
     slack_tokens=8.0,
+    events_per_s=250.0,
+    ceiling_events_per_s=50_000.0,
 )
 
 
