@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -61,6 +62,13 @@ FILLER_CHARACTERS = 300
 FILLER_RATIO = 0.12
 """Compressed to less of its size than this, a text is one phrase over and over; prose of any kind stays above 0.3."""
 
+USUAL_WORDS = 20
+USUAL_SHARE = 0.1
+"""In any language with spaces the 20 commonest words make up a quarter of a text or more, in source code too; of random
+tokens they make up some hundredths."""
+
+USUAL_NEEDS_WORDS = 200
+
 
 def doubts(prompts: Sequence[Prompt]) -> list[str]:
     """Why a user's prompts may flatter speculation or a prefix cache, one sentence each; empty when nothing is odd."""
@@ -81,7 +89,21 @@ def doubts(prompts: Sequence[Prompt]) -> list[str]:
             f"{len(filler)} of {len(prompts)} prompts are a phrase repeated over and over (first: {filler[0]}); what "
             "follows them is easier to draft than real answers are"
         )
+    if _is_random(" ".join(prompt.text for prompt in prompts)):
+        found.append(
+            "the prompts read like random tokens, hardly a word of them comes twice; what speculation accepts on them "
+            "says nothing of real traffic"
+        )
     return found
+
+
+def _is_random(text: str) -> bool:
+    """Whether no words are usual in it. Scripts without spaces are not judged."""
+    words = [word.lower() for word in re.findall(r"[^\W\d_]+", text)]
+    if len(words) < USUAL_NEEDS_WORDS or sum(char.isascii() for char in text) < 0.9 * len(text):
+        return False
+    usual = sum(count for _, count in Counter(words).most_common(USUAL_WORDS))
+    return usual < USUAL_SHARE * len(words)
 
 
 def _is_filler(text: str) -> bool:

@@ -16,6 +16,7 @@ from tuner.bench.gates import ENVIRONMENT_GATES
 from tuner.launch.kinds import KINDS
 from tuner.records import Failure, Gate
 from tuner.study.data import Confirmation, Slot, StoredLaunch, StoredTrial, StudyData
+from tuner.study.quality import refused
 from tuner.study.score import BASELINE_EVERY, score
 from tuner.study.signature import signature
 
@@ -327,11 +328,11 @@ def affordable(data: StudyData) -> int:
 def finalists(data: StudyData, policy: Policy, pairs: int) -> tuple[str, ...]:
     """Whom to confirm, best first: the best overall, then the best at each level, as far as launches allow.
 
-    Out are: candidates that failed, in the search or in confirmation, and for the overall place those that break a
-    guard. Who is out of sight of the baseline is not worth the launches.
+    Out are: candidates that failed, in the search or in confirmation, those whose answers may not win, and for the
+    overall place those that break a guard. Who is out of sight of the baseline is not worth the launches.
     """
     scores = {t.candidate_id: score(data, t.candidate_id) for t in data.measured if not t.running}
-    dropped = disqualified(data, policy)
+    dropped = disqualified(data, policy) | refused(data).keys()
     scores = {c: s for c, s in scores.items() if s.constraints["launch"] <= 0 and c not in dropped}
     overall = [c for c, s in scores.items() if all(v <= 0 for v in s.constraints.values()) and s.value > CONFIRM_FROM]
     chosen: list[str] = []

@@ -79,6 +79,11 @@ def notes(data: StudyData) -> list[str]:
         for candidate, reason in sorted(why.items())
         if candidate in finalists
     ]
+    unconfirmed = [trial.candidate_id for trial in data.measured if trial.candidate_id in why.keys() - finalists]
+    if unconfirmed:
+        first = unconfirmed[0]
+        others = f", and {len(unconfirmed) - 1} others like it" if len(unconfirmed) > 1 else ""
+        found.append(f"Candidate {first}{others} could not win and was not confirmed: {why[first]}; {allow}.")
     for candidate, verdict in verdicts(data).items():
         if candidate not in why and verdict.outcome != "same":
             found.append(f"Answers of candidate {candidate}: {verdict.outcome} to the baseline's ({verdict.why}).")

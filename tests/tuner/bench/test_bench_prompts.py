@@ -1,4 +1,5 @@
 import json
+import random
 from collections import Counter
 
 import pytest
@@ -134,3 +135,16 @@ def test_a_users_prompts_of_filler_or_all_alike_are_doubted_and_the_shipped_ones
     assert any("9 of 9 prompts begin alike" in sentence for sentence in doubts(same))
     twice = [Prompt("a", "user", "one text"), Prompt("b", "user", "one text"), Prompt("c", "user", "another")]
     assert any("1 of 3 prompts are repeated word for word" in sentence for sentence in doubts(twice))
+
+
+def test_random_tokens_are_doubted_and_real_text_of_any_kind_is_not() -> None:
+    draw = random.Random(5)
+    pieces = [
+        "".join(draw.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(draw.randint(2, 9))) for _ in range(9_000)
+    ]
+    noise = [Prompt(str(i), "user", " ".join(draw.choice(pieces) for _ in range(60))) for i in range(10)]
+    assert any("random tokens" in sentence for sentence in doubts(noise))
+    shipped = load_prompts("mixed", split="all")
+    for kind in {prompt.kind for prompt in shipped}:
+        assert not any("random" in sentence for sentence in doubts([p for p in shipped if p.kind == kind]))
+    assert not any("random" in sentence for sentence in doubts(noise[:1]))  # too little to say

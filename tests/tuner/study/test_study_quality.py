@@ -150,3 +150,24 @@ def test_the_users_check_has_the_last_word(tmp_path: Path) -> None:
     assert any("the check objects: too terse, a plain" in line for line in found.advice)
     assert check([sys.executable, "-c", "pass"], {}) is None
     assert "cannot be started" in (check(["./no-such-program"], {}) or "")
+
+
+def test_what_is_lossy_by_its_settings_takes_nobodys_place_in_the_confirmation(tmp_path: Path) -> None:
+    probe = Told({"baseline": ANSWER, "fast": ANSWER})
+    store = study(tmp_path, space(SPACE, "parameters.weights.choices=[bf16, int4]", "baseline.weights=bf16"))
+    try:
+        data = controller(store, ToyMachine(speed=faster_when_lossy), probe=probe).run()
+    finally:
+        store.close()
+    tried = [data.settings_of(trial.candidate_id) for trial in data.measured]
+    assert any(settings["weights"] == "int4" for settings in tried)
+    finalists = [c for confirmation in data.confirmations for c in confirmation.finalists]
+    assert finalists
+    assert all(data.settings_of(candidate)["weights"] == "bf16" for candidate in finalists)
+    found = recommendation(data)
+    assert found.overall.winner is not None
+    assert any("lossy by its settings (weights=int4)" in line for line in found.advice)
+
+
+def faster_when_lossy(settings: Mapping[str, Any], level: int) -> float:
+    return fast(settings, level) * (2.0 if settings.get("weights") == "int4" else 1.0)
