@@ -172,6 +172,9 @@ void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
             if (!seen)
               s[t] = -std::numeric_limits<float>::infinity();
           }
+          // The rest of the block, so that the sums below have one length and with it one order: a row must not be able
+          // to tell how many rows it was computed with.
+          std::fill(s + n, s + kTokenBlock, -std::numeric_limits<float>::infinity());
           float high = top[j];
           for (int t = 0; t < n; ++t)
             high = std::max(high, s[t]);
@@ -181,7 +184,7 @@ void attention(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache,
           }
           float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-          for (int t = 0; t < n; ++t) {
+          for (int t = 0; t < kTokenBlock; ++t) {
             // A masked key must weigh exactly nothing; fast_exp clamps and would leave 1e-38.
             s[t] = s[t] < -1e30f ? 0.0f : fast_exp(s[t] - high);
             sum += s[t];

@@ -119,6 +119,24 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
         assert torch.equal(ops.attention(qkv[first:last].contiguous(), alone, k, v, 9), together[first:last])
 
 
+@settings(max_examples=60, deadline=None)
+@given(context=st.integers(0, 300), rows=st.integers(2, 20), dtype=st.sampled_from(DTYPES))
+def test_a_row_does_not_depend_on_the_rows_beside_it(context: int, rows: int, dtype: torch.dtype) -> None:
+    """To the last bit: a token is verified among others and decoded alone, and both must choose alike."""
+    ops = NativeOps(dtype)
+    view = make_view(np.random.default_rng(context), [(context, rows)], 16, trees=False)
+    k, v = torch.randn(2, view.page_table.numel() * 16, 3, 64).to(dtype)
+    qkv = torch.randn(rows, 15 * 64).to(dtype)
+    together = ops.attention(qkv, view, k, v, 9)
+    for i in range(rows):
+        alone = replace(
+            view,
+            row_start=torch.tensor([0, 1], dtype=torch.int32),
+            context=torch.tensor([context + i], dtype=torch.int32),
+        )
+        assert torch.equal(ops.attention(qkv[i : i + 1].contiguous(), alone, k, v, 9)[0], together[i])
+
+
 @settings(max_examples=25, deadline=None)
 @given(rows=st.integers(1, 70), dim=st.sampled_from([5, 48, 576]), dtype=st.sampled_from(DTYPES))
 def test_norms_and_activation_equal_the_reference(rows: int, dim: int, dtype: torch.dtype) -> None:
