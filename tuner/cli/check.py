@@ -17,6 +17,7 @@ def command(
 ) -> None:
     """Validate a space file: every problem at once, with its line and the nearest valid name."""
     from tuner.bench.prompts import doubts, load_prompts
+    from tuner.study.calibrate import known_pairs
     from tuner.study.controller import described
     from tuner.study.planner import POLICIES, planned_pairs
     from tuner.study.session import current_fingerprint, read_space
@@ -34,4 +35,7 @@ def command(
         say(f"note: {doubt}")
     if pairs < 4:
         say("note: a claim needs 4 pairs of confirmation, so at least 10 launches")
-    current_fingerprint(space)  # what a launch needs and is not here: an engine, a key, a container runtime, an image
+    # Raises for what a launch needs and is not here: an engine, a key, a container runtime, an image.
+    now = current_fingerprint(space)
+    if asked := known_pairs(space, now):
+        say(f"note: the calibration of this space asks for {asked} pairs, {2 * asked} launches of a new study")
