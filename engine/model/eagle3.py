@@ -86,7 +86,9 @@ class Eagle3Head:
         self._qkv, self._out = ops.linear(cast["qkv"]), ops.linear(cast["out"])
         self._gate_up, self._down = ops.linear(cast["gate_up"]), ops.linear(cast["down"])
         self._norms = {name: cast[name] for name in ("input_norm", "hidden_norm", "mlp_norm", "final_norm")}
-        self._lm_head = ops.linear(cast["lm_head"], as_float=True)
+        # The largest matrix by far; what is drafted needs no exact logits, and its file holds no better ones.
+        whole = dtype == torch.bfloat16 and shape.hidden % 32 == 0
+        self._lm_head = ops.linear(cast["lm_head"], as_float=True, weights="int8" if whole else "auto")
         half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), 1.0 / shape.rope_theta**half)
         self._rope = (angles.cos(), angles.sin())
