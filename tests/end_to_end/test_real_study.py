@@ -33,7 +33,7 @@ def tuner(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tuner", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "STARTED_FROM": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -99,7 +99,7 @@ def test_a_killed_study_goes_on_and_its_decision_can_be_deployed(tmp_path: Path)
     assert "keep the baseline" in text
     assert "interval)" not in text, "no interval from fewer than four pairs"
     assert "not separated" in text
-    assert not servers("SPEC_TUNER_MARKER=")
+    assert not servers(f"STARTED_FROM={tmp_path}")
 
     again = finish(tuner(tmp_path, "run", "space.yaml"))
     assert blocks(tmp_path) == after, "a finished study measures nothing more"
