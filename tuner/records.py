@@ -64,7 +64,9 @@ class LaunchRecord:
     `expected` holds the settings that must be in effect, in neutral names; a candidate whose server reports
     otherwise is not scored. A POST to `flush_path` empties the server's prefix cache; None: it has none. `container` is
     set where the command runs one: its `env` is then that of the runtime's client, and the server's variables stand in
-    the command. `log_rules` are the user's own, before the engine's.
+    the command. `log_rules` are the user's own, before the engine's. `trial_env` is set while it is measured, and never
+    exported: it opens what the tuner reads. `also_read` is what is read back beside `info_path`: key → a path (begins
+    with "/"), or a pattern of log lines. `files` (path → text) are written before the start.
     """
 
     engine: str
@@ -83,6 +85,9 @@ class LaunchRecord:
     simulated: bool = False
     container: ContainerRef | None = None
     log_rules: tuple[Mapping[str, Any], ...] = ()
+    trial_env: Mapping[str, str] = field(default_factory=dict)
+    also_read: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def base_url(self) -> str:
@@ -92,7 +97,7 @@ class LaunchRecord:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` reverses it. What is not used is left out, so that hashes of it last."""
         data = {**asdict(self), "argv": list(self.argv), "log_rules": [dict(rule) for rule in self.log_rules]}
-        unused = ("container", "log_rules", "flush_path")
+        unused = ("container", "log_rules", "flush_path", "trial_env", "also_read", "files")
         return {name: value for name, value in data.items() if value or name not in unused}
 
     @classmethod

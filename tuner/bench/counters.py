@@ -12,9 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 class Dialect:
     """How one engine names its counters.
 
-    `generated` is None where the engine counts tokens only when a request ends (SGLang), which says nothing about a
-    window. Accept length is 1 + accepted / steps, or emitted / steps where `emitted` is counted instead. `exactly` is
-    labelled with the number of drafts that a step accepted, `at_least` with the position of an accepted draft, from 0.
+    `generated` is None where the engine counts tokens only when a request ends (SGLang, llama-server), which says
+    nothing about a window. Accept length is 1 + accepted / steps, or emitted / steps where `emitted` is counted
+    instead. `exactly` is labelled with the number of drafts that a step accepted, `at_least` with the position of an
+    accepted draft, from 0.
     """
 
     engine: str
@@ -51,6 +52,13 @@ DIALECTS = (
         generated=None,
         steps="sglang:spec_verify_calls_total",
         emitted="sglang:generation_tokens_total",
+    ),
+    Dialect(
+        "llama_server",
+        generated=None,
+        steps="llamacpp:spec_decode_num_drafts_total",
+        accepted="llamacpp:spec_decode_num_accepted_tokens_total",
+        at_least=("llamacpp:spec_decode_num_accepted_tokens_per_pos_total", "position"),
     ),
 )
 

@@ -20,6 +20,7 @@ def command(
     from tuner.study.calibrate import known_pairs
     from tuner.study.controller import described
     from tuner.study.planner import POLICIES, planned_pairs
+    from tuner.study.preflight import preflight, refuse
     from tuner.study.session import current_fingerprint, read_space
 
     space = read_space(file, tuple(overrides or ()), profile)
@@ -35,6 +36,14 @@ def command(
         say(f"note: {doubt}")
     if pairs < 4:
         say("note: a claim needs 4 pairs of confirmation, so at least 10 launches")
+    found = preflight(space)
+    refuse(found)
+    for note in found.notes:
+        say(f"note: {note}")
+    if found.missing:
+        # The file is right all the same: it may be meant for another machine.
+        say(f"cannot run here: {'; '.join(found.missing)}")
+        return
     # Raises for what a launch needs and is not here: an engine, a key, a container runtime, an image.
     now = current_fingerprint(space)
     if asked := known_pairs(space, now):

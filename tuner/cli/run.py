@@ -32,6 +32,7 @@ def command(
 ) -> None:
     """Tune: create the study of a space file, or continue it, and end with the recommendation."""
     from tuner.space import find_space
+    from tuner.study.preflight import require
     from tuner.study.session import Limits, current_fingerprint, open_or_create, read_space
 
     name = file or space
@@ -39,6 +40,7 @@ def command(
         raise UsageError("name one space file: tuner run FILE, for instance tuner run quickstart.yaml")
     limits = Limits(launches=launches, candidates=candidates, hours=hours, more=more)
     tuned = read_space(name, tuple(overrides or ()), profile)
+    require(tuned)
     store = open_or_create(
         tuned,
         name=study,

@@ -7,7 +7,7 @@ import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from tuner.errors import UsageError
 from tuner.records import LaunchRecord, Setting
@@ -16,7 +16,10 @@ from tuner.secrets import is_secret
 _ENGINES = {
     "bundled": "tuner.engines.bundled:BundledEngine",
     "command": "tuner.engines.command:CommandEngine",
+    "llama_server": "tuner.engines.llama_server:LlamaServerEngine",
+    "sglang": "tuner.engines.sglang:SglangEngine",
     "simulated": "tuner.engines.simulated.adapter:SimulatedEngine",
+    "vllm": "tuner.engines.vllm:VllmEngine",
 }
 """Kind → where its class stands; imported when it is asked for."""
 
@@ -135,6 +138,31 @@ class Engine(Protocol):
 
     def check_model(self, model: str) -> str | None:
         """A sentence when the model does not exist, with the nearest name."""
+
+
+@runtime_checkable
+class Installed(Protocol):
+    """An engine that is installed apart from the tuner, so that it may be missing, or of another version."""
+
+    def version(self, args: Mapping[str, Any] | None = None) -> str:
+        """Of the engine that `engine.args` name. Raises `EnvironmentBroken` where it is not here."""
+
+    def refused(self, args: Mapping[str, Any], records: Sequence[LaunchRecord]) -> list[str]:
+        """Flags of these launches that it does not know, one sentence each. Raises `EnvironmentBroken`."""
+
+    def notes(self, args: Mapping[str, Any]) -> list[str]:
+        """What a person should know of how it is treated."""
+
+
+def version_of(engine: Engine, args: Mapping[str, Any], *, contained: bool = False) -> str:
+    """The version of the engine that `args` name; "unknown" within a container, unless `args.version` says it.
+
+    Raises:
+        EnvironmentBroken: it is not here.
+    """
+    if not isinstance(engine, Installed):
+        return engine.version()
+    return str(args.get("version", "unknown")) if contained else engine.version(args)
 
 
 def get_engine(kind: str) -> Engine:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.engines.base import Mismatch, SettingSpec, compare, duplicates, env_problems, unknown_names
+from tuner.engines.speculation import draft_tokens, shape_problems
 from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import LaunchRecord, Setting
 
@@ -76,7 +77,7 @@ class BundledEngine:
         for name, value in values.items():
             if name in self.settings and (problem := self.settings[name].problem(value)):
                 found.append(f"{name}: {problem}")
-        return found or _combination(values)
+        return found or shape_problems(values, _CHAINS, tuple(_SPECULATION))
 
     def record(
         self,
@@ -146,64 +147,13 @@ class BundledEngine:
         return f"'{model}' does not exist{f'; did you mean {close[0]!r}?' if close else ''}; {valid}"
 
 
-def _combination(values: Mapping[str, Any]) -> list[str]:
-    """What is wrong with values that are each valid."""
-    found: list[str] = []
-    if values.get("speculation", "none") == "none":
-        idle = [name for name in _SPECULATION if name in values and name != "speculation"]
-        return [f"{name}: has no meaning while speculation is 'none'; leave it out" for name in idle]
-    if "num_steps" not in values:
-        return [*found, "num_steps: is needed with speculation; valid: a whole number from 1 to 8"]
-    steps, topk = values["num_steps"], values.get("topk", 1)
-    rows = values.get("num_draft_tokens", _draft_tokens(steps, topk))
-    if topk > 1 and values["speculation"] in _CHAINS:
-        found.append(f"topk: the drafter '{values['speculation']}' only chains; valid: 1")
-    elif topk == 1 and rows != steps + 1:
-        found.append(f"num_draft_tokens: a chain (topk 1) of {steps} steps has {steps + 1}, not {rows}")
-    elif topk > 1 and rows > _capacity(steps, topk):
-        most = _capacity(steps, topk)
-        found.append(f"num_draft_tokens: a tree of {steps} steps and topk {topk} holds at most {most}, not {rows}")
-    if topk > 1 and values.get("acceptance") == "rejection":
-        found.append(f"acceptance: 'rejection' is for chains (topk 1), not topk {topk}; valid: target")
-    if "steps_by_batch" in values:
-        found += _schedule(str(values["steps_by_batch"]), steps)
-        if values.get("disable_batch_threshold", "never") != "never":
-            found.append("steps_by_batch: cannot be combined with disable_batch_threshold, a short form of it")
-    if {"ngram_min", "ngram_max"} <= values.keys() and values["ngram_min"] > values["ngram_max"]:
-        found.append(f"ngram_min: {values['ngram_min']} is above ngram_max ({values['ngram_max']})")
-    return found
-
-
-def _capacity(steps: int, topk: int) -> int:
-    """Nodes of the largest tree, root included."""
-    return min(64, 1 + topk + (steps - 1) * topk * topk) if topk > 1 else steps + 1
-
-
-def _draft_tokens(steps: int, topk: int) -> int:
-    """What the engine verifies when it is not told."""
-    return min(_capacity(steps, topk), max(16, steps + 1))
-
-
-def _schedule(text: str, steps: int) -> list[str]:
-    try:
-        table = [(int(size), int(depth)) for size, depth in (part.split(":") for part in text.split(","))]
-    except ValueError:
-        return [f"steps_by_batch: '{text}' is not of the form 1:0,8:3,64:0"]
-    sizes = [size for size, _ in table]
-    if sizes[0] != 1 or sizes != sorted(set(sizes)):
-        return ["steps_by_batch: the numbers of requests must begin with 1 and rise, as in 1:0,8:3,64:0"]
-    if any(not 0 <= depth <= steps for _, depth in table):
-        return [f"steps_by_batch: a depth is outside 0 to num_steps ({steps})"]
-    return []
-
-
 def _complete(values: dict[str, Any]) -> dict[str, Any]:
     """With what the engine would derive, told explicitly: a default may change, a launch record must not."""
     values.setdefault("speculation", "none")
     if values["speculation"] != "none":
         values.setdefault("topk", 1)
         values.setdefault("spec_version", "v1")
-        values.setdefault("num_draft_tokens", _draft_tokens(values["num_steps"], values["topk"]))
+        values.setdefault("num_draft_tokens", draft_tokens(values["num_steps"], values["topk"]))
         if "steps_by_batch" not in values:
             values.setdefault("disable_batch_threshold", "never")
     return values

@@ -165,7 +165,10 @@ def contained(record: LaunchRecord, container: Container, image: str, pass_on: S
     for mount in container.mounts:
         argv += ["--mount", _mount(mount)]
     argv += _variables(record.env, container.runtime)
-    for name in pass_on:
+    for path in record.files:
+        argv += ["--mount", f"type=bind,source={path},target={path},readonly"]
+    # By name alone: the value comes with the launch, so that an export of the command does not carry it.
+    for name in (*pass_on, *record.trial_env):
         argv += ["--env", name]
     argv += [*container.run_args, image, *record.argv]
     ref = ContainerRef(container.runtime, image, container.network)

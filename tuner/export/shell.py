@@ -24,7 +24,8 @@ def render_shell(record: LaunchRecord, provenance: Provenance) -> dict[str, str]
         UsageError: for a record that no command line can express.
     """
     _refuse(record)
-    return {FILE: "\n".join([*_head(record, provenance), *_address(record), *_secrets(record), _command(record), ""])}
+    lines = [*_head(record, provenance), *_address(record), *_secrets(record), *_files(record), _command(record), ""]
+    return {FILE: "\n".join(lines)}
 
 
 def _refuse(record: LaunchRecord) -> None:
@@ -90,6 +91,15 @@ def _address(record: LaunchRecord) -> list[str]:
 def _secrets(record: LaunchRecord) -> list[str]:
     said = "is a secret and was left out of this file: set it"
     return [f': "${{{name}:?{said}}}"' for name in secret_variables(record)]
+
+
+def _files(record: LaunchRecord) -> list[str]:
+    """Writes the files that the command names."""
+    lines = []
+    for path, text in record.files.items():
+        lines.append(f"mkdir -p {shlex.quote(path.rpartition('/')[0] or '.')}")
+        lines.append(f"printf '%s' {shlex.quote(text)} > {shlex.quote(path)}")
+    return lines
 
 
 def _command(record: LaunchRecord) -> str:

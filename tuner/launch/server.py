@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -232,6 +233,12 @@ class Server:
             log = logs.LaunchLog(Path(log_path), {**os.environ, MARKER: text})
         except OSError as error:
             raise LaunchFailed(failure("env_broken", "start", f"the log cannot be written: {error}")) from error
+        try:
+            write_files(record)
+        except OSError as error:
+            log.started()
+            log.close()
+            raise LaunchFailed(failure("env_broken", "start", f"a file of the launch: {error}")) from error
         container, argv = None, record.argv
         if record.container is not None:
             container = LaunchContainer(record.container, text, Path(log_path).with_suffix(".cid"))
@@ -340,19 +347,34 @@ class Server:
     def server_info(self) -> dict[str, Any] | None:
         """What the server says about itself; None when it has no such path, does not answer in time or not in JSON.
 
-        None means that the effective settings are unknown, which is not a failure of the server.
+        None means that the effective settings are unknown, which is not a failure of the server. What the record
+        `also_read`s is added: under its key the JSON of a path, or the lines of the log that match.
 
         Raises:
             LaunchFailed: when the server ended meanwhile.
         """
-        if self.record.info_path is None:
-            return None
-        reply = self._ask("GET", self.record.info_path, timeout_s=self.limits.info_s, phase="readback")
+        data = None if self.record.info_path is None else self._json(self.record.info_path)
+        found = dict(data) if isinstance(data, dict) else None
+        for key, source in self.record.also_read.items():
+            said = self._json(source) if source.startswith("/") else self._lines(source)
+            if said is not None:
+                found = {**(found or {}), key: said}
+        return found
+
+    def _json(self, path: str) -> Any:
+        """What the server answers on a path; None where it does not, or not in JSON."""
+        reply = self._ask("GET", path, timeout_s=self.limits.info_s, phase="readback")
         try:
-            data = reply.json() if reply.status == 200 else None
+            return reply.json() if reply.status == 200 else None
         except ValueError:
             return None
-        return data if isinstance(data, dict) else None
+
+    def _lines(self, pattern: str, most: int = 20) -> list[str]:
+        """The first lines of the log that match."""
+        self._log.drain()
+        found = re.compile(pattern)
+        lines = logs.read(self.log_path, 0, _LOG_LIMIT).splitlines()
+        return [line.strip() for line in lines if found.search(line)][:most]
 
     def failure(self, phase: Phase = "bench", wait_s: float = 0.0) -> Failure | None:
         """Why the server is not running any more; None while it runs, or after a wanted stop.
@@ -668,9 +690,22 @@ class _Progress:
         return self._log_file.size, cpu, sum(bytes_read(process.pid) for process in family)
 
 
+def write_files(record: LaunchRecord) -> None:
+    """Writes what the record's flags name, where it does not stand already.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    for name, text in record.files.items():
+        path = Path(name)
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+
+
 def environment(record: LaunchRecord, marker: str) -> dict[str, str]:
     """The environment of a launch: ours, the record's difference, and the marker."""
-    result = dict(os.environ)
+    result = {**os.environ, **record.trial_env}
     for name, value in record.env.items():
         if value is None:
             result.pop(name, None)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from tuner.engines.base import Installed
 from tuner.engines.container import contained, listens_on
 from tuner.records import Block, Candidate, Failure, Gate, LaunchRecord, Setting
 from tuner.space import Space
@@ -83,9 +84,12 @@ def launch_record(
     `image` is the container's by digest, where the space has a container.
     """
     settings, env = split(candidate)
+    args = space.args
+    if space.container is not None and isinstance(engine, Installed):
+        args = {"version": "unknown", **args}  # what is installed here says nothing about the image
     record = engine.record(
         model=space.model,
-        args=space.args,
+        args=args,
         env={**space.env, **env},
         settings=settings,
         host=listens_on(space.container, host),

@@ -223,10 +223,11 @@ def current_fingerprint(space: Space) -> dict[str, Any]:
     Raises:
         UsageError, EnvironmentBroken: what a launch needs is not here: a key, a container runtime, an image.
     """
-    from tuner.engines.base import get_engine
+    from tuner.engines.base import get_engine, version_of
 
     api_key(space)
-    return fingerprint(space, get_engine(space.kind).version(), hardware(), container_image(space))
+    version = version_of(get_engine(space.kind), space.args, contained=space.container is not None)
+    return fingerprint(space, version, hardware(), container_image(space))
 
 
 def container_image(space: Space) -> str | None:

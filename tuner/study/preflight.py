@@ -1,0 +1,110 @@
+"""What can be known before the first launch: is the engine here, does it know the flags, is the hardware there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tuner.errors import EnvironmentBroken, UsageError
+from tuner.records import Candidate, LaunchRecord
+from tuner.space import Space
+from tuner.study.engine import illegal, launch_record
+
+_MOST = 500
+"""Candidates whose command lines are looked at: flags repeat long before."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """`refused`: the installed engine does not know it. `missing`: this machine lacks it. `notes`: worth knowing."""
+
+    refused: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def preflight(space: Space) -> Preflight:
+    """Looks at the installed engine and the machine; starts no server. The engine's own flags are asked for once."""
+    from tuner.engines.base import Installed, get_engine
+
+    engine = get_engine(space.kind)
+    if not isinstance(engine, Installed):
+        return Preflight()
+    refused: list[str] = []
+    records: list[LaunchRecord] = []
+    for candidate in _candidates(space):
+        if candidate is not space.baseline and illegal(space, engine, candidate):
+            continue
+        try:
+            records.append(launch_record(space, engine, candidate, host="127.0.0.1", port=1))
+        except UsageError as error:
+            refused.append(str(error))
+    missing = _hardware(space, records)
+    notes = [*engine.notes(space.args), *_allreduce(space, records)]
+    if space.container is not None:
+        notes.append("the flags are not held against the engine in the image: nothing of it is here to be asked")
+    elif not refused:
+        try:
+            refused += engine.refused(space.args, records)
+        except EnvironmentBroken as error:
+            missing.append(str(error))
+    return Preflight(tuple(dict.fromkeys(refused)), tuple(missing), tuple(dict.fromkeys(notes)))
+
+
+def require(space: Space) -> Preflight:
+    """`preflight` before a study.
+
+    Raises:
+        UsageError: flags that the installed engine does not know.
+        EnvironmentBroken: the engine or the hardware is not here.
+    """
+    from tuner.engines.base import engine_kinds
+
+    found = preflight(space)
+    refuse(found)
+    if found.missing:
+        simulated = " To see a study all the same, simulated: --set engine.kind=simulated."
+        hint = simulated if "simulated" in engine_kinds() else ""
+        raise EnvironmentBroken(f"this machine cannot run the study: {'; '.join(found.missing)}.{hint}")
+    return found
+
+
+def refuse(found: Preflight) -> None:
+    """Raises for what the installed engine would refuse.
+
+    Raises:
+        UsageError: with every flag, and the nearest one that it knows.
+    """
+    if found.refused:
+        listed = "\n".join(f"  - {sentence}" for sentence in found.refused)
+        raise UsageError(f"the engine would refuse these settings:\n{listed}\nNothing was started.")
+
+
+def _candidates(space: Space) -> list[Candidate]:
+    listed = space.listed() or {}
+    return [space.baseline, *(each.candidate for each in list(listed.values())[:_MOST])]
+
+
+def _hardware(space: Space, records: list[LaunchRecord]) -> list[str]:
+    from tuner.launch import gpu
+
+    wanted = [r.expected for r in records if r.expected.get("device") == "gpu"]
+    if not wanted:
+        return []
+    most = max(int(settings.get("tp", 1)) for settings in wanted)
+    here = len(gpu.gpus())
+    if here >= most:
+        return []
+    return [f"{most} GPU{'s are' if most > 1 else ' is'} needed (tp), and nvidia-smi knows of {here or 'none'} here"]
+
+
+def _allreduce(space: Space, records: list[LaunchRecord]) -> list[str]:
+    from tuner.engines.allreduce import doubt
+    from tuner.launch import gpu
+
+    asked = {(str(r.expected.get("allreduce")), int(r.expected.get("tp", 1))) for r in records}
+    tried = sorted(pair for pair in asked if pair[1] > 1)
+    topology = gpu.topology() if tried else []
+    notes = [f"allreduce: {why}" for path, tp in tried if (why := doubt(path, tp, topology))]
+    if any(path not in ("None", "auto") for path, _ in tried):
+        notes.append("allreduce: no path has been run on such hardware by this project; each counts once read back")
+    return notes
