@@ -48,7 +48,7 @@ def located(program: Program) -> Path:
     found = shutil.which(program.command[0])
     if found is None:
         raise EnvironmentBroken(
-            f"{program.engine} is not here: '{program.command[0]}' is no program in PATH. Nothing was started. "
+            f"{program.engine} is not here: '{program.command[0]}' is no program in PATH. "
             f"{program.advice}, or say where it is with engine.args.program"
         )
     return Path(found)
