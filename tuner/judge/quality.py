@@ -22,6 +22,9 @@ MAX_FAR = 0.1
 MAX_LOSS = 0.1
 """Nats a token by which the answers may be less likely to the baseline than its own answers are."""
 
+MIN_SPOKEN = 0.5
+"""Share of prompts that must have been answered with something for equal answers to mean anything."""
+
 MAX_LENGTH_SHIFT = 0.25
 MAX_REPEATING = 0.1
 """Share of answers, beyond the baseline's, that repeat themselves."""
@@ -84,7 +87,8 @@ class Quality:
     """The verdict on one candidate.
 
     `same`: every answer is the baseline's to the letter. `equivalent`: they differ as rounding makes them differ.
-    `different`: more than that. `unknown`: they differ, and there are no likelihoods to say how.
+    `different`: more than that. `unknown`: they differ, and there are no likelihoods to say how, or there are hardly
+    any answers.
     `divergence` is the median character at which answers part, `far` how many part at no near tie, `loss` in nats a
     token (positive: less likely than the baseline's own), `length_ratio` of mean words.
     """
@@ -114,6 +118,10 @@ def compare(candidate_id: str, baseline: Answers, candidate: Answers) -> Quality
     pairs = list(zip(baseline.texts, candidate.texts, strict=True))
     exact = sum(a == b for a, b in pairs)
     count = len(pairs)
+    spoken = sum(bool(a.strip() or b.strip()) for a, b in pairs)
+    if exact == count and spoken < MIN_SPOKEN * count:
+        why = f"only {spoken} of {count} prompts were answered at all, alike; silence is no evidence"
+        return Quality(candidate_id, count, exact, "unknown", why)
     if exact == count:
         return Quality(candidate_id, count, exact, "same", f"all {count} answers are the baseline's to the letter")
     parts = [_parting(a, b) for a, b in pairs if a != b]

@@ -322,11 +322,17 @@ def run_study(
 
 
 def _probe(space: Space) -> HttpProbe:
-    """The output-quality gate's prompts: the first held-out ones, as plain text."""
+    """The output-quality gate's prompts: the first held-out ones, as a dialogue that any model goes on with.
+
+    A model's own chat template would be nearer to its use, but only the server knows it, and likelihoods are asked for
+    by plain text.
+    """
     from tuner.bench.prompts import load_prompts
 
     prompts = load_prompts(space.workload.prompts, split="held_out")[: space.quality.prompts]
-    return HttpProbe([prompt.text for prompt in prompts], space.quality.max_tokens, api_key(space))
+    return HttpProbe(
+        [f"User: {prompt.text}\n\nAssistant:" for prompt in prompts], space.quality.max_tokens, api_key(space)
+    )
 
 
 def _warn(store: StudyStore, observer: Observer, kind: str, sentence: str | None) -> None:

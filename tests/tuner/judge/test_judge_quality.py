@@ -36,6 +36,11 @@ def test_equal_answers_need_no_likelihood() -> None:
     assert (found.outcome, found.exact) == ("same", 10)
 
 
+def test_silence_is_no_evidence() -> None:
+    silent = ("",) * 8 + BASE[:2]
+    assert compare("c", Answers(silent), Answers(silent)).outcome == "unknown"
+
+
 def test_a_near_tie_that_rounding_turned_is_equivalent() -> None:
     texts = turned(4)
     found = compare("c", judged(BASE), judged(texts, gap=0.1, word=6))
