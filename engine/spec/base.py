@@ -129,14 +129,15 @@ class Seen:
 class Drafter(Protocol):
     """Proposes draft tokens. Keeps what it needs per request under the request's id or its row in the page table.
 
-    `features`: target layers whose outputs `observe` wants. `lookahead`: how many tokens beyond its own position an
-    entry of the drafter's own cache depends on (a prefix that is shared between requests must agree in those too).
-    `alarm_floor`: the share of first drafts that a working one never falls below, 0 where nothing can be said.
-    `check`: what it should reach at start, where that is known.
+    `observes`: whether `observe` does anything. `features`: target layers whose outputs `observe` wants. `lookahead`:
+    how many tokens beyond its own position an entry of the drafter's own cache depends on (a prefix that is shared
+    between requests must agree in those too). `alarm_floor`: the share of first drafts that a working one never falls
+    below, 0 where nothing can be said. `check`: what it should reach at start, where that is known.
     """
 
     name: str
     limits: DraftLimits
+    observes: bool
     features: tuple[int, ...]
     lookahead: int
     alarm_floor: float

@@ -37,6 +37,7 @@ class DraftModelDrafter:
 
     name = "draft_model"
     limits = DRAFTERS["draft_model"]
+    observes = True
     features: tuple[int, ...] = ()
     lookahead = 0
     alarm_floor = 0.05

@@ -40,6 +40,7 @@ class Eagle3Drafter:
 
     name = "eagle3"
     limits = DRAFTERS["eagle3"]
+    observes = True
     alarm_floor = 0.05
     lookahead = 1  # an entry holds the embedding of the token after it
 

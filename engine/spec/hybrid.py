@@ -21,6 +21,7 @@ class HybridDrafter:
 
     name = "hybrid"
     limits = DRAFTERS["hybrid"]
+    observes = True
 
     def __init__(self, surroundings: Surroundings) -> None:
         first, second = surroundings.config.hybrid

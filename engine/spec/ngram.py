@@ -51,6 +51,7 @@ class NgramDrafter:
 
     name = "ngram"
     limits = DRAFTERS["ngram"]
+    observes = True
     features: tuple[int, ...] = ()
     lookahead = 0
     alarm_floor = 0.0

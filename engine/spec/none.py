@@ -14,6 +14,7 @@ class NullDrafter:
 
     name = "none"
     limits = DRAFTERS["none"]
+    observes = False
     features: tuple[int, ...] = ()
     lookahead = 0
     alarm_floor = 0.0

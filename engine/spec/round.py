@@ -130,7 +130,8 @@ class SpecRound:
             self._length[asked.rows] = asked.lengths + accepted.length
             self._bonus[asked.rows] = np.maximum(taken[np.arange(len(lengths)), accepted.length - 1], 0)
             observing = time.perf_counter()
-            self.drafter.observe(self._seen(work, layout, accepted, chosen, features, emitted))
+            if self.drafter.observes:
+                self.drafter.observe(self._seen(work, layout, accepted, chosen, features, emitted))
         ended = time.perf_counter()
         stats = self.stats
         stats.rounds += 1

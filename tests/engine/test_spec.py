@@ -261,6 +261,7 @@ class Branching:
     """A drafter for tests: trees with right and wrong branches around a known continuation."""
 
     name = "branching"
+    observes = True
     features: tuple[int, ...] = ()
     lookahead = 0
     alarm_floor = 0.0
