@@ -122,6 +122,8 @@ class Stream(asyncio.Protocol):
         self._failures = 0
         self._last_end_ns = 0
         self._framed = False
+        self._answers = 0  # on this connection
+        self._sent = b""
         self._stopped = False
         self._now = 0
         self._connecting: asyncio.Task[None] | None = None
@@ -153,6 +155,7 @@ class Stream(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._parser = httptools.HttpResponseParser(self)
         self.connections += 1
+        self._answers = 0
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -169,9 +172,18 @@ class Stream(asyncio.Protocol):
             self._finish("malformed", f"not HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """An answer without a length ends with the connection; its finish reason tells whether it was whole."""
+        """An answer without a length ends with the connection; its finish reason tells whether it was whole.
+
+        A server may close a connection that it has answered on at any time, for instance llama-server after each
+        stream. A request that was under way to it then, of which nothing came back, is sent again on a new one.
+        """
         self._transport = None
         if self.current is None:
+            return
+        if self._answers and not self.current.status and not self.current.events and not self._stopped:
+            self._answers = 0
+            again = self._connect_and_send(self._sent, self.current)
+            self._connecting = asyncio.get_running_loop().create_task(again)
             return
         if exc is None and self.current.status == 200 and self.current.events and not self._framed:
             self._finish("complete")
@@ -203,6 +215,7 @@ class Stream(asyncio.Protocol):
         """End of one answer: hand it over and send the next request at once."""
         if self.current is None or self.current.status < 200:
             return
+        self._answers += 1
         if not self._parser.should_keep_alive():
             self._drop_transport()
         self._finish("complete")
@@ -245,6 +258,7 @@ class Stream(asyncio.Protocol):
             return
         data, exchange = outgoing
         self.current = exchange
+        self._sent = data
         if self._transport is not None and not self._transport.is_closing():
             exchange.sent_ns = monotonic_ns()
             if self._last_end_ns:

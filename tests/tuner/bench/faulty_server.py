@@ -65,7 +65,10 @@ class FaultyAnswer(Answer):
             self.server.credit -= 1
         if self.fault == "phantom":
             self.server.tokens += 1  # made for somebody else
-        return super().step()
+        more = super().step()
+        if self.fault == "closes_after" and not more:
+            self.connection.close()  # after a whole answer, without a word of it before
+        return more
 
     def event(self, text: str, finish: str | None) -> bytes:
         match self.fault:

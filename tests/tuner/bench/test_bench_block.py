@@ -195,6 +195,14 @@ def test_an_answer_may_end_with_its_connection(server):
     assert outcome.block.tokens == pytest.approx(server_tokens(server, outcome.block), rel=0.02)
 
 
+def test_a_connection_that_is_closed_behind_a_whole_answer_fails_no_request(server):
+    outcome = server.measure({"fault": "closes_after", "length": 20})
+    assert failed(outcome) == set()
+    assert outcome.block.failed_requests == 0
+    assert outcome.block.requests > 4
+    assert outcome.block.tokens == pytest.approx(server_tokens(server, outcome.block), rel=0.02)
+
+
 @pytest.mark.parametrize("pings", [False, True])
 def test_silence_is_hung_decode_within_the_stall_limit(server, pings):
     begin = time.monotonic()

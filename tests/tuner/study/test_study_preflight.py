@@ -1,0 +1,92 @@
+"""Before the first launch: an engine, flags and hardware that are not here cost no start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tuner.engines.versions import known
+from tuner.space.load import shipped
+from tuner.study.preflight import preflight, require
+from tuner.study.session import read_space
+
+SERVED = ("vllm_cpu", "vllm_single_gpu", "sglang_single_gpu", "llama_server", "pcie_blackwell_sglang")
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine in PATH, no GPU, and nothing remembered of either."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def tuner(*arguments: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[3]
+    return subprocess.run(
+        [sys.executable, "-m", "tuner", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_space_that_ships_is_valid_on_a_machine_that_has_nothing_for_it(name: str) -> None:
+    assert f"{name}.yaml" in shipped()
+    space = read_space(f"{name}.yaml")
+    found = preflight(space)
+    assert found.refused == ()
+    assert any("engine.args.program" in sentence for sentence in found.missing)
+    gpus = [sentence for sentence in found.missing if "needed (tp)" in sentence]
+    assert bool(gpus) == (name not in ("vllm_cpu", "llama_server"))
+
+
+def test_check_says_what_is_missing_and_passes_and_run_ends_with_3_and_makes_no_study(tmp_path: Path) -> None:
+    checked = tuner("check", "sglang_single_gpu.yaml")
+    assert (checked.returncode, "cannot run here: 1 GPU is needed" in checked.stdout) == (0, True), checked.stderr
+    storage = f"sqlite:///{tmp_path}/study.db"
+    ran = tuner("run", "sglang_single_gpu.yaml", "--storage", storage)
+    assert ran.returncode == 3
+    assert "sglang is not here" in ran.stderr
+    assert "engine.kind=simulated" in ran.stderr
+    assert not (tmp_path / "study.db").exists()
+
+
+def llama(folder: Path, without: str) -> str:
+    """A llama-server that does not know one flag."""
+    (data,) = known("llama_server").values()
+    (folder / "help").write_text("\n".join(f"{flag} N    text" for flag in data.flags if flag != without))
+    path = folder / "llama-server"
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo "version: 0.5.0 (commit abc)" && exit\ncat {folder}/help\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_flag_that_the_installed_engine_does_not_know_ends_check_with_2(tmp_path: Path) -> None:
+    good = tuner("check", "llama_server.yaml", "--set", f"engine.args.program={llama(tmp_path, '--nothing')}")
+    assert good.returncode == 0, good.stderr
+    assert "cannot run here" not in good.stdout
+    bad = tuner("check", "llama_server.yaml", "--set", f"engine.args.program={llama(tmp_path, '--cache-ram')}")
+    assert bad.returncode == 0, "the flags of a program are asked for once per version"
+    (tmp_path / "later").mkdir()
+    bad = tuner(
+        "check", "llama_server.yaml", "--set", f"engine.args.program={llama(tmp_path / 'later', '--cache-ram')}"
+    )
+    assert bad.returncode == 2
+    assert "--cache-ram: llama_server 0.5.0+abc does not know it; did you mean" in bad.stderr
+
+
+def test_a_flag_of_one_candidate_alone_is_found_as_well(tmp_path: Path) -> None:
+    program = llama(tmp_path, "--spec-ngram-simple-size-m")
+    found = preflight(read_space("llama_server.yaml", (f"engine.args.program={program}",)))
+    assert [sentence.partition(":")[0] for sentence in found.refused] == ["--spec-ngram-simple-size-m"]
+
+
+def test_engines_that_come_with_the_tuner_are_not_asked() -> None:
+    assert require(read_space("quickstart.yaml")) == preflight(read_space("quickstart.yaml"))
