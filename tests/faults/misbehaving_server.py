@@ -48,6 +48,13 @@ MODES = [
     "wants_key",
     "says_arena_is_full",
     "runs_out_capturing_graphs",
+    "info_odd",
+    "info_deep",
+    "info_endless",
+    "smoke_deep",
+    "smoke_infinite_count",
+    "smoke_endless",
+    "smoke_compressed",
 ]
 
 
@@ -110,6 +117,12 @@ class App:
         elif method == "GET" and path == "/server_info":
             if self.mode == "info_hangs":
                 await asyncio.sleep(3600)
+            if self.mode == "info_odd":
+                return await raw(writer, b'{"model": "\\ud83d", "a": NaN, "b": 1e999, "c": ' + b"9" * 400 + b"}")
+            if self.mode == "info_deep":
+                return await raw(writer, b"[" * 200_000)
+            if self.mode == "info_endless":
+                return await endless(writer)
             await reply(writer, 200, {"effective": json.loads(self.options.effective)})
         elif method == "GET" and path == "/echo":
             await reply(writer, 200, {**self.facts(), "env": dict(os.environ)})
@@ -149,6 +162,14 @@ class App:
             return writer.close()
         if mode == "not_json":
             return await reply(writer, 200, "<html>a proxy's login page</html>")
+        if mode == "smoke_deep":
+            return await raw(writer, b"[" * 200_000)
+        if mode == "smoke_infinite_count":
+            return await raw(writer, b'{"choices": [{"text": "a"}], "usage": {"completion_tokens": 1e999}}')
+        if mode == "smoke_endless":
+            return await endless(writer)
+        if mode == "smoke_compressed":
+            return await raw(writer, b"not gzip", "Content-Encoding: gzip\r\n")
         if mode == "chat_only" and path == "/v1/completions":
             return await reply(writer, 404, {"error": {"message": "not here"}})
         tokens = 0 if mode == "no_tokens" else int(body.get("max_tokens", 16))
@@ -179,6 +200,25 @@ class App:
         writer.write(b"data: [DONE]\n\n")
         await writer.drain()
         writer.close()
+
+
+async def raw(writer: asyncio.StreamWriter, data: bytes, more: str = "") -> None:
+    writer.write(f"HTTP/1.1 200 OK\r\n{more}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    await writer.drain()
+
+
+async def endless(writer: asyncio.StreamWriter) -> None:
+    """Sends until the other side hangs up, and says then how much it was."""
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
+    sent = 0
+    try:
+        while True:
+            writer.write(b" " * (1 << 20))
+            await writer.drain()
+            sent += 1
+    except ConnectionError:
+        print(f"hung up on after {sent} MiB", flush=True)
+        raise
 
 
 async def reply(writer: asyncio.StreamWriter, status: int, body: object) -> None:

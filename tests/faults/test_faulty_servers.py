@@ -265,7 +265,14 @@ def test_an_answer_that_never_comes_is_a_hung_decode(launch: Launch) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "kind"),
-    [("headers_then_close", "bad_protocol"), ("not_json", "bad_protocol"), ("no_tokens", "short_output")],
+    [
+        ("headers_then_close", "bad_protocol"),
+        ("not_json", "bad_protocol"),
+        ("no_tokens", "short_output"),
+        ("smoke_deep", "bad_protocol"),
+        ("smoke_infinite_count", "bad_protocol"),
+        ("smoke_compressed", "bad_protocol"),
+    ],
 )
 def test_a_200_is_no_completion_by_itself(launch: Launch, mode: str, kind: str) -> None:
     server = launch(mode)
@@ -285,6 +292,47 @@ def test_an_information_path_that_hangs_means_unknown_and_not_failed(launch: Lau
     server.wait_ready()
     assert server.server_info() is None
     assert server.alive
+
+
+def test_information_that_cannot_be_kept_is_unknown_or_made_so_that_it_can(launch: Launch) -> None:
+    server = launch("info_odd")
+    server.wait_ready()
+    assert server.server_info() == {"model": "\ufffd", "a": None, "b": None, "c": None}
+    server = launch("info_deep")
+    server.wait_ready()
+    assert server.server_info() is None
+
+
+@pytest.mark.parametrize("mode", ["smoke_endless", "info_endless"])
+def test_an_endless_answer_is_cut_off_and_the_server_hung_up_on(launch: Launch, mode: str) -> None:
+    server = launch(mode)
+    server.wait_ready()
+    if mode == "info_endless":
+        assert server.server_info() is None
+    else:
+        failure, _ = failing(server.smoke)
+        assert (failure.kind, "longer than 8 MiB" in failure.message) == ("bad_protocol", True)
+    assert wait_until(lambda: "hung up on after" in server.log_tail(), 2.0)
+
+
+def test_no_request_runs_on_after_it_was_given_up(launch: Launch) -> None:
+    server = launch("hangs_on_completion")
+    server.wait_ready()
+    threads = threading.active_count()
+    failing(server.smoke)
+    assert threading.active_count() == threads
+    ours = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)}
+    lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+    assert not [line for line in lines if _to(line, server) and f"socket:[{line.split()[9]}]" in ours]
+
+
+def _is_link(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+def _to(line: str, server: Server) -> bool:
+    """Whether a line of /proc/net/tcp is a connection to the server."""
+    return int(line.split()[2].partition(":")[2], 16) == server.record.port
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(launch: Launch, faulty: Faulty) -> None:

@@ -25,6 +25,11 @@ from tuner.errors import UsageError
 RETRY_FIRST_S = 0.05
 RETRY_LONGEST_S = 0.5
 CONNECT_TIMEOUT_S = 5.0
+BYTES_AT_LEAST = 8 << 20
+BYTES_PER_TOKEN = 4096
+"""Of an answer, on top of the least that is allowed; an event takes some hundreds. More is no answer to a request."""
+
+_EXCERPT_READS = 4
 
 End = Literal["open", "complete", "closed", "refused", "malformed", "cancelled"]
 
@@ -86,7 +91,18 @@ class Exchange:
     status: int = 0
     end: End = "open"
     error: str = ""
+    received: int = 0
     events: list[tuple[int, bytes]] = field(default_factory=list)
+
+    @property
+    def most_bytes(self) -> int:
+        """What its answer may hold."""
+        return BYTES_AT_LEAST + BYTES_PER_TOKEN * self.max_tokens
+
+    @property
+    def hollow(self) -> bool:
+        """Whether a short answer is plainly no completion: empty, an error, a page. Long ones are not looked at."""
+        return len(self.events) <= _EXCERPT_READS and b'"choices"' not in self.body()
 
     @property
     def answered(self) -> bool:
@@ -208,8 +224,15 @@ class Stream(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """Store; do not look."""
-        if self.current is not None:
-            self.current.events.append((self._now, body))
+        current = self.current
+        if current is None or current.end != "open":
+            return
+        current.events.append((self._now, body))
+        current.received += len(body)
+        if current.received > current.most_bytes:
+            del current.events[_EXCERPT_READS:]  # enough to show what came
+            self._drop_transport()
+            self._finish("malformed", f"the answer is longer than {current.most_bytes >> 20} MiB")
 
     def on_message_complete(self) -> None:
         """End of one answer: hand it over and send the next request at once."""
@@ -239,13 +262,14 @@ class Stream(asyncio.Protocol):
             return
         if exchange.answered:
             self.completed += 1
+        if exchange.answered and not exchange.hollow:
             self._failures = 0
             self._next()
         else:
             self._back_off()
 
     def _back_off(self) -> None:
-        """A server that refuses at once must not be hammered: each failure doubles the wait, up to half a second."""
+        """A server that fails at once must not be hammered: each failure doubles the wait, up to half a second."""
         delay = min(RETRY_FIRST_S * 2 ** min(self._failures, 10), RETRY_LONGEST_S)
         self._failures += 1
         self._retry = asyncio.get_running_loop().call_later(delay, self._next)

@@ -63,6 +63,10 @@ DIALECTS = (
 )
 
 
+_MOST = 1e18
+"""Of a counter; neither an infinity nor what is no number lies below it."""
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """Counter values by name, summed over their labels (ranks, models), read between two instants.
@@ -94,7 +98,9 @@ def parse_snapshot(page: bytes, asked_ns: int, answered_ns: int) -> Snapshot | N
                 elif key not in totals:
                     continue
                 values[key] = values.get(key, 0.0) + float(sample.value)
-    except ValueError:
+    except (ValueError, LookupError, TypeError, AttributeError):  # the parser expects a page of its own making
+        return None
+    if not all(0 <= value <= _MOST for value in values.values()):
         return None
     return Snapshot(asked_ns, answered_ns, values) if values else None
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 from tuner.bench.client import Exchange
+from tuner.foreign import count, parse
 
 UsageMode = Literal["continuous", "final", "none"]
 
@@ -186,8 +186,8 @@ def _events(reads: list[tuple[int, bytes]]) -> Iterator[Event | None]:
 def _event(at_ns: int, payload: bytes) -> Event:
     try:
         # A server may cut a character in half between events; its token still counts.
-        data = json.loads(payload.decode("utf-8", "replace"))
-    except (ValueError, RecursionError) as error:
+        data = parse(payload, strict=True)
+    except ValueError as error:
         raise MalformedStream(f"an event is not JSON: {_excerpt(payload)}") from error
     if not isinstance(data, dict):
         raise MalformedStream(f"an event is not an object: {_excerpt(payload)}")
@@ -206,10 +206,14 @@ def _event(at_ns: int, payload: bytes) -> Event:
 
 
 def _usage(usage: dict[str, Any]) -> tuple[int | None, int | None]:
-    tokens, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
-    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
-        raise MalformedStream(f"usage.completion_tokens is {tokens!r}")
-    return tokens, prompt if isinstance(prompt, int) else None
+    try:
+        tokens = count(usage.get("completion_tokens"))
+    except ValueError as error:
+        raise MalformedStream(f"usage.completion_tokens {error}") from error
+    try:
+        return tokens, count(usage.get("prompt_tokens"))
+    except ValueError:
+        return tokens, None
 
 
 def _excerpt(data: bytes, limit: int = 200) -> str:

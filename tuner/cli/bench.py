@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tuner.ask import Compressed, TooLong, ask
 from tuner.bench.block import BlockProgress, measure_block
 from tuner.bench.client import Target
 from tuner.bench.open_loop import OpenRun, run_open_loop
@@ -222,24 +223,28 @@ def served_model(target: Target, api_key: str | None, wanted: str | None) -> str
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     where = f"{target.base_url}/v1/models"
     try:
-        reply = httpx.get(where, headers=headers, timeout=ASK_TIMEOUT_S)
+        reply = ask("GET", where, headers=headers, timeout_s=ASK_TIMEOUT_S, surroundings=True)
+    except (TooLong, Compressed) as error:
+        raise EnvironmentBroken(f"{where}: {error}. Nothing was measured. Check the address.") from error
     except httpx.TransportError as error:
         raise EnvironmentBroken(
             f"Nothing answers at {target.base_url} ({error or type(error).__name__}). Nothing was measured. "
             "Is the server running, and is this its address?"
         ) from error
-    if reply.status_code in (401, 403):
+    if reply.status in (401, 403):
         raise UsageError(
-            f"{where} answered {reply.status_code}: the server wants {'another' if api_key else 'an'} API key. "
+            f"{where} answered {reply.status}: the server wants {'another' if api_key else 'an'} API key. "
             "Give it with --api-key or in TUNER_API_KEY."
         )
     try:
-        names = [str(entry["id"]) for entry in reply.raise_for_status().json()["data"]]
-    except (httpx.HTTPStatusError, ValueError, KeyError, TypeError) as error:
+        if reply.status != 200:
+            raise ValueError(f"status {reply.status}")
+        names = [str(entry["id"]) for entry in reply.json()["data"]]
+    except (ValueError, KeyError, TypeError) as error:
         if wanted is not None:
             return wanted
         raise EnvironmentBroken(
-            f"{where} does not answer as an OpenAI-compatible server does ({reply.status_code}). Nothing was measured. "
+            f"{where} does not answer as an OpenAI-compatible server does ({reply.status}). Nothing was measured. "
             "Check the address, or name the model with --model."
         ) from error
     if wanted is not None:

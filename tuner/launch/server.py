@@ -7,17 +7,18 @@ import re
 import secrets
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Self
 
 import httpx
 
+from tuner.ask import Answer, ask
 from tuner.errors import LaunchFailed
+from tuner.foreign import count, parse
 from tuner.launch import gpu, logs, ports
 from tuner.launch.classify import classify
 from tuner.launch.container import LaunchContainer
@@ -37,8 +38,6 @@ from tuner.launch.processes import (
 )
 from tuner.launch.shm import SegmentWatch
 from tuner.records import Failure, LaunchRecord
-
-_T = TypeVar("_T")
 
 _POLL_S = 0.05
 _LOG_LIMIT = 4 << 20
@@ -140,20 +139,29 @@ class Smoke:
 
 
 class _Reply(NamedTuple):
-    """What a request came to: a status with a body, or the error that stood in its place."""
+    """What a request came to: an answer, or the error that stood in its place."""
 
-    status: int | None
-    body: str
+    answer: Answer | None
     error: str = ""
     timed_out: bool = False
 
-    def json(self) -> Any:
+    @property
+    def status(self) -> int | None:
+        """Of the answer; None without one."""
+        return self.answer.status if self.answer else None
+
+    @property
+    def excerpt(self) -> str:
+        """The beginning of the body."""
+        return self.answer.text[:300].strip() if self.answer else ""
+
+    def json(self, *, strict: bool = False) -> Any:
         """The body as JSON.
 
         Raises:
-            ValueError: when it is not.
+            ValueError: there is none, or it is none that can be used.
         """
-        return httpx.Response(self.status or 0, text=self.body).json()
+        return parse(self.answer.body if self.answer else b"", strict=strict)
 
 
 class _Died(Exception):
@@ -337,12 +345,12 @@ class Server:
             if chat.status not in (404, 405):
                 path, reply = chat_path, chat
         self._check_smoke(path, reply)
-        count = self._count(path, reply)
+        tokens_made = self._count(path, reply)
         self._look()
         # Once the server has decoded, an error of its start that it lives with is not held against it any more.
         self._proven_at = self._position()
         self._phase = "bench"
-        return Smoke(count, time.monotonic() - began, path)
+        return Smoke(tokens_made, time.monotonic() - began, path)
 
     def server_info(self) -> dict[str, Any] | None:
         """What the server says about itself; None when it has no such path, does not answer in time or not in JSON.
@@ -430,48 +438,27 @@ class Server:
         between: Callable[[], None] | None = None,
     ) -> _Reply:
         """One request, given up as soon as the server ends, whatever the socket does."""
-        url = self.record.base_url + path
+        headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
 
-        def request() -> _Reply:
-            try:
-                # Proxies of the surroundings must not stand between us and a server on this machine.
-                headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-                with httpx.Client(trust_env=False, timeout=timeout_s, headers=headers) as client:
-                    response = client.request(method, url, json=body)
-                    return _Reply(response.status_code, response.text)
-            except httpx.TimeoutException:
-                return _Reply(None, "", f"no answer in {timeout_s:g} s", timed_out=True)
-            except httpx.HTTPError as error:
-                return _Reply(None, "", f"{type(error).__name__}: {error}")
-
-        try:
-            return self._await(request, timeout_s, between)
-        except _Died:
-            raise LaunchFailed(self._classify(phase)) from None
-
-    def _await(self, call: Callable[[], _Reply], timeout_s: float, between: Callable[[], None] | None) -> _Reply:
-        result: list[_Reply] = []
-        done = threading.Event()
-
-        def work() -> None:
-            try:
-                result.append(call())
-            finally:
-                done.set()
-
-        threading.Thread(target=work, daemon=True, name="ask-server").start()
-        # `timeout_s` bounds each step of the request; a body that trickles could take for ever.
-        deadline = time.monotonic() + 2 * timeout_s
-        while not done.wait(_POLL_S):
+        def watch() -> None:
             if not self.alive:
                 raise _Died
             if between:
                 between()
-            if time.monotonic() > deadline:
-                return _Reply(None, "", f"no complete answer in {2 * timeout_s:g} s", timed_out=True)
+
+        url = self.record.base_url + path
+        try:
+            # `timeout_s` bounds each step of the request; a body that trickles could take for ever.
+            reply = _Reply(ask(method, url, timeout_s=timeout_s, body=body, headers=headers, watch=watch))
+        except _Died:
+            raise LaunchFailed(self._classify(phase)) from None
+        except httpx.TimeoutException as error:
+            reply = _Reply(None, str(error) or f"no answer in {timeout_s:g} s", timed_out=True)
+        except httpx.HTTPError as error:
+            reply = _Reply(None, f"{type(error).__name__}: {error}")
         if not self.alive:
-            raise _Died
-        return result[0] if result else _Reply(None, "", "the request could not be made")
+            raise LaunchFailed(self._classify(phase))
+        return reply
 
     def _pause(self, seconds: float) -> None:
         try:
@@ -521,23 +508,23 @@ class Server:
         if reply.status is None:
             symptom = "hung_decode" if reply.timed_out else "bad_protocol"
             self._fail("smoke", symptom, f"{path}: {reply.error}")
-        answer = f"{path} answered {reply.status}: {reply.body[:300].strip()}"
+        answer = f"{path} answered {reply.status}: {reply.excerpt}"
         self._fail("smoke", "engine_dead_5xx" if reply.status >= 500 else "bad_protocol", answer)
 
     def _count(self, path: str, reply: _Reply) -> int:
         """Tokens of a completion, by its usage or, without one, 1 for any text."""
         try:
-            data = reply.json()
+            data = reply.json(strict=True)
             choice = data["choices"][0]
             text = choice["text"] if "text" in choice else choice["message"]["content"]
             usage = data.get("usage") or {}
-            count = int(usage.get("completion_tokens") or 0) or int(bool(text))
+            tokens = count(usage.get("completion_tokens")) or int(bool(text))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            seen = f"{path} answered 200 without a completion ({error!r}): {reply.body[:300].strip()}"
+            seen = f"{path} answered 200 without a completion ({error!r}): {reply.excerpt}"
             self._fail("smoke", "bad_protocol", seen)
-        if count < 1:
-            self._fail("smoke", "short_output", f"{path} answered 200 with no token: {reply.body[:300].strip()}")
-        return count
+        if tokens < 1:
+            self._fail("smoke", "short_output", f"{path} answered 200 with no token: {reply.excerpt}")
+        return tokens
 
     # -- failing ------------------------------------------------------------------------------------------------
 

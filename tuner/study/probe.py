@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from tuner.ask import ask
 from tuner.judge.quality import Answers, Likelihood
 from tuner.records import LaunchRecord
 
@@ -70,18 +71,18 @@ class HttpProbe:
     def _ask(self, record: LaunchRecord, body: Mapping[str, Any]) -> dict[str, Any]:
         url = f"{record.base_url}/v1/completions"
         try:
-            reply = httpx.post(
+            reply = ask(
+                "POST",
                 url,
-                json={"model": record.served_model, **body},
+                body={"model": record.served_model, **body},
                 headers=self._headers,
-                timeout=TIMEOUT_S,
-                trust_env=False,
+                timeout_s=TIMEOUT_S,
             )
             data = reply.json()
         except (httpx.HTTPError, ValueError) as error:
             raise NoAnswer(f"/v1/completions: {type(error).__name__}") from error
-        if reply.status_code != 200 or not isinstance(data, dict):
-            raise NoAnswer(f"/v1/completions: status {reply.status_code}")
+        if reply.status != 200 or not isinstance(data, dict):
+            raise NoAnswer(f"/v1/completions: status {reply.status}")
         return data
 
 
@@ -102,9 +103,15 @@ def _likelihood(reply: Mapping[str, Any], begin: int, end: int) -> Likelihood:
         rows = list(zip(told["text_offset"], told["token_logprobs"], told["top_logprobs"], strict=True))
     except (KeyError, IndexError, TypeError, ValueError):
         raise NoAnswer("/v1/completions: no log-probabilities in the answer") from None
-    mine = [(at - begin, chosen, top) for at, chosen, top in rows if begin <= at < end and chosen is not None]
-    best = [max([chosen, *(top or {}).values()]) for _, chosen, top in mine]
-    return Likelihood(tuple(at for at, _, _ in mine), tuple(float(chosen) for _, chosen, _ in mine), tuple(best))
+    try:
+        mine = [
+            (at - begin, float(chosen), top) for at, chosen, top in rows if begin <= at < end and chosen is not None
+        ]
+        # What is not finite came as None: a token that is ruled out is not the best.
+        best = [max([chosen, *(x for x in (top or {}).values() if x is not None)]) for _, chosen, top in mine]
+    except (TypeError, ValueError, AttributeError):
+        raise NoAnswer("/v1/completions: log-probabilities that are no numbers") from None
+    return Likelihood(tuple(at for at, _, _ in mine), tuple(chosen for _, chosen, _ in mine), tuple(best))
 
 
 def check(command: Sequence[str], told: Mapping[str, Any]) -> str | None:

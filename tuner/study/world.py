@@ -110,12 +110,14 @@ def flush(record: LaunchRecord, key: str | None = None) -> str | None:
         return None
     import httpx
 
+    from tuner.ask import ask
+
     try:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        answer = httpx.post(record.base_url + record.flush_path, headers=headers, timeout=_FLUSH_S, trust_env=False)
+        answer = ask("POST", record.base_url + record.flush_path, headers=headers, timeout_s=_FLUSH_S)
     except httpx.HTTPError as error:
         return f"POST {record.flush_path}: {error!r}"
-    return None if answer.status_code == 200 else f"POST {record.flush_path}: status {answer.status_code}"
+    return None if answer.status == 200 else f"POST {record.flush_path}: status {answer.status}"
 
 
 class Machine:

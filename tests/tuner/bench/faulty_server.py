@@ -114,6 +114,12 @@ class FaultyServer(NullServer):
         if fault == "refuse_above" and running > int(spec["limit"]):
             connection.reply("503 Service Unavailable", b'{"error": "too many"}')
             return None
+        if fault in ("hollow", "endless") and len(self.asked) > 1:  # the probe is answered
+            if fault == "hollow":
+                connection.reply("200 OK", b'data: {"error": {"message": "device-side assert"}}\n\ndata: [DONE]\n\n')
+            else:
+                connection.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4000000000\r\n\r\n" + b" " * (9 << 20))
+            return None
         if fault == "always_500":
             connection.reply("500 Internal Server Error", b"AttributeError: no attribute 'draft_worker'")
             return None

@@ -188,6 +188,19 @@ def test_what_the_server_said_is_kept_as_evidence(server, fault, kind, words):
     assert words in outcome.failure.evidence
 
 
+def test_a_server_that_answers_200_with_an_error_is_not_hammered(server):
+    outcome = server.measure({"fault": "hollow"}, concurrency=2)
+    assert outcome.block is None or not outcome.block.valid
+    # Seconds of nothing but failures, each of two streams waiting half a second in the end.
+    assert len(server.told()["asked"]) < 60
+
+
+def test_an_answer_without_an_end_is_cut_off(server):
+    outcome = server.measure({"fault": "endless"}, concurrency=1)
+    assert outcome.failure.kind == "bad_protocol"
+    assert "longer than 8 MiB" in outcome.failure.message
+
+
 def test_an_answer_may_end_with_its_connection(server):
     """Neither a length nor chunks, as in HTTP/1.0: the finish reason tells that the answer was whole."""
     outcome = server.measure({"fault": "until_close"})

@@ -89,3 +89,9 @@ def test_a_restart_between_the_readings_is_noticed():
     big, small = (snapshot(ENGINE.format(generated=n, steps=0, accepted=0)) for n in (500, 20))
     assert delta(big, small) is None
     assert delta(None, big) is None
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-1", "1e300", "{", '{a="'])
+def test_a_page_with_counts_that_are_none_is_no_page(value):
+    page = f"engine_spec_verify_steps_total 3\nengine_generated_tokens_total {value}\n".encode()
+    assert parse_snapshot(page, 0, 1) is None

@@ -150,3 +150,21 @@ def test_whatever_a_server_sends_is_read_without_an_exception(reads):
     trace = read(*reads)
     assert trace.ok == (trace.problem is None)
     assert trace.tokens is None or trace.tokens >= 0
+
+
+ODD = [
+    b'{"choices": [{"delta": {"content": "\\ud83d"}, "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}',
+    b'{"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": ' + b"9" * 400 + b"}}",
+    b'{"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": 1e999}}',
+    b'{"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": 99999999999999}}',
+    b'{"choices": ' + b"[" * 900 + b"]" * 900 + b"}",
+    b"[" * 200_000,
+]
+
+
+@pytest.mark.parametrize("event", ODD, ids=lambda event: event[:90].decode())
+def test_whatever_a_server_streams_can_be_read_and_written_down(event):
+    trace = read(b"data: " + event + b"\n\n", DONE)
+    json.dumps({"text": trace.text, "problem": trace.problem}, ensure_ascii=False).encode()
+    assert all(tokens < 1e10 for _, tokens in trace.curve)
+    assert trace.problem is not None or trace.text == "\ufffd"
