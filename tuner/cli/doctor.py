@@ -82,8 +82,6 @@ def _gpus() -> dict[str, Any]:
 
 def _engines(problems: list[str]) -> dict[str, str | None]:
     """Kind → version of what can be started here; None when it is not found."""
-    from importlib import metadata
-
     from tuner.engines.base import get_engine
     from tuner.errors import EnvironmentBroken
     from tuner.launch import container
@@ -94,12 +92,14 @@ def _engines(problems: list[str]) -> dict[str, str | None]:
     except EnvironmentBroken as error:
         found["bundled"] = None
         problems.append(str(error))
-    for package in ("sglang", "vllm"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    found["llama_server"] = shutil.which("llama-server")
+    for kind, program in (("sglang", "sglang"), ("vllm", "vllm"), ("llama_server", "llama-server")):
+        found[kind] = None
+        if shutil.which(program):
+            try:
+                found[kind] = get_engine(kind).version()
+            except EnvironmentBroken as error:
+                # Only a study of this engine needs it, and one may name another program.
+                found[kind] = f"cannot be used: {error}"
     for runtime in container.RUNTIMES:
         found[runtime] = None
         if shutil.which(runtime):

@@ -6,13 +6,14 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tuner.engines.base import get_engine
+from tuner.engines.base import get_engine, version_of
 from tuner.engines.container import OURS, contained, container_problems
 from tuner.errors import UsageError
 from tuner.export.provenance import Provenance, record_hash
@@ -211,3 +212,21 @@ def test_a_record_without_a_container_is_written_as_ever() -> None:
     assert "log_rules" not in plain.to_dict()
     assert LaunchRecord.from_dict(plain.to_dict()) == plain
     assert contained(plain, ContainerSection(image="i"), "i").argv[-3:] == ("i", "x", "1")
+
+
+def test_what_only_the_trial_needs_is_named_without_a_value_and_files_are_mounted() -> None:
+    plain = get_engine("command").record(
+        model="m", args={"command": ["x", "{port}"]}, env={}, settings={}, host="127.0.0.1", port=1
+    )
+    record = replace(plain, trial_env={"DEV_MODE": "1"}, files={"/tmp/steps.json": "{}"})
+    inside = contained(record, ContainerSection(image="i"), "i")
+    assert inside.argv[inside.argv.index("DEV_MODE") - 1] == "--env"
+    assert "type=bind,source=/tmp/steps.json,target=/tmp/steps.json,readonly" in inside.argv
+    assert inside.trial_env == {"DEV_MODE": "1"}, "the client has the value, and passes it on"
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm", "llama_server"])
+def test_the_version_in_an_image_is_not_that_of_what_is_installed_here(kind: str) -> None:
+    engine = get_engine(kind)
+    assert version_of(engine, {}, contained=True) == "unknown"
+    assert version_of(engine, {"version": "1.2"}, contained=True) == "1.2"

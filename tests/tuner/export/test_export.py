@@ -239,3 +239,16 @@ def test_the_script_says_where_it_comes_from() -> None:
     script = render_shell(record, provenance(record))["run.sh"]
     for said in ("launch 12", record_hash(record), "+10.1 %", "123.4 tok/s, baseline 100.0", "command 1.2"):
         assert said in script
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_files_that_the_command_names_are_written_and_what_only_the_trial_needed_is_not_set(
+    shell: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a folder" / "steps.json"
+    content = '{"1": "$HOME `id` \\\\n %s\'"}\n'
+    record = launch(str(path), files={str(path): content}, trial_env={"SERVER_DEV_MODE": "1"})
+    seen = run(record, shell, tmp_path)
+    assert path.read_text() == content
+    assert "SERVER_DEV_MODE" not in seen["env"]
+    assert "SERVER_DEV_MODE" not in (tmp_path / "run.sh").read_text()
