@@ -15,7 +15,7 @@ _MOST = 500
 
 @dataclass(frozen=True)
 class Preflight:
-    """`refused`: the installed engine does not know it. `missing`: this machine lacks it. `notes`: worth knowing."""
+    """`refused`: the engine here would not take it. `missing`: this machine lacks it. `notes`: worth knowing."""
 
     refused: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
@@ -38,6 +38,7 @@ def preflight(space: Space) -> Preflight:
             records.append(launch_record(space, engine, candidate, host="127.0.0.1", port=1))
         except UsageError as error:
             refused.append(str(error))
+    refused += _drafts(space, records)
     missing = _hardware(space, records)
     notes = [*engine.notes(space.args), *_allreduce(space, records)]
     if space.container is not None:
@@ -82,6 +83,18 @@ def refuse(found: Preflight) -> None:
 def _candidates(space: Space) -> list[Candidate]:
     listed = space.listed() or {}
     return [space.baseline, *(each.candidate for each in list(listed.values())[:_MOST])]
+
+
+def _drafts(space: Space, records: list[LaunchRecord]) -> list[str]:
+    from tuner.engines.drafts import misfit
+
+    found = []
+    for drafter, name in (("eagle3", "draft_head"), ("draft_model", "draft_model")):
+        used = {
+            str(r.expected[name]) for r in records if r.expected.get("speculation") == drafter and name in r.expected
+        }
+        found += [f"{name}: {why}" for draft in sorted(used) if (why := misfit(space.model, draft, drafter))]
+    return found
 
 
 def _hardware(space: Space, records: list[LaunchRecord]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tuner.engines.versions import known
-from tuner.space.load import shipped
+from tuner.space.load import find_space, shipped
 from tuner.study.preflight import preflight, require
 from tuner.study.session import read_space
 
@@ -90,3 +91,32 @@ def test_a_flag_of_one_candidate_alone_is_found_as_well(tmp_path: Path) -> None:
 
 def test_engines_that_come_with_the_tuner_are_not_asked() -> None:
     assert require(read_space("quickstart.yaml")) == preflight(read_space("quickstart.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "draft", "said"),
+    [
+        ("eagle3", {"hidden_size": 64, "vocab_size": 100, "draft_vocab_size": 50}, None),
+        ("eagle3", {"hidden_size": 32, "vocab_size": 100}, "hidden states of 32 numbers, and the model has 64"),
+        ("eagle3", {"hidden_size": 64, "draft_vocab_size": 101}, "proposes 101 tokens"),
+        ("draft_model", {"hidden_size": 8, "vocab_size": 100}, None),
+        ("draft_model", {"vocab_size": 99}, "a vocabulary of 99 tokens, and the model one of 100"),
+        ("draft_model", None, "no config.json"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_found_before_a_launch(
+    drafter: str, draft: dict[str, int] | None, said: str | None, tmp_path: Path
+) -> None:
+    for name, config in (("model", {"hidden_size": 64, "vocab_size": 100}), ("draft", draft)):
+        (tmp_path / name).mkdir()
+        if config is not None:
+            (tmp_path / name / "config.json").write_text(json.dumps(config))
+    text = find_space("vllm_single_gpu.yaml").read_text()
+    if drafter == "draft_model":
+        text = text.replace("draft_head:", "draft_model:").replace("'eagle3'", "'draft_model'")
+    file = tmp_path / "space.yaml"
+    file.write_text(text.replace("AngelSlim/Qwen3-8B_eagle3", str(tmp_path / "draft")))
+    changes = (f"engine.model={tmp_path / 'model'}", f"parameters.speculation.choices=[ngram, {drafter}]")
+    refused = preflight(read_space(str(file), changes)).refused
+    assert (refused == ()) == (said is None)
+    assert said is None or said in refused[0]
