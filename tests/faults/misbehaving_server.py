@@ -23,6 +23,9 @@ MODES = [
     "half_built_but_lives",
     "half_built_and_floods",
     "three_processes",
+    "daemon",
+    "daemon_on_sigterm",
+    "sheds_environment",
     "leaks_segments",
     "dies_on_first_decode",
     "hangs_at_start",
@@ -253,6 +256,26 @@ def leave_grandchild(pid_file: str | None, seconds: float = 3600.0) -> None:
     os._exit(0)
 
 
+def leave_daemon(pid_file: str) -> None:
+    """A process that keeps nothing of the server: no session, no parent, no open file, no environment."""
+    if os.fork():
+        os.wait()
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    with open(pid_file, "w") as file:
+        file.write(str(os.getpid()))
+    os.closerange(0, 256)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    os.execve(sys.executable, [sys.executable, "-I", "-S", "-c", code], {})
+
+
+def leave_daemon_at_the_end(pid_file: str) -> None:
+    leave_daemon(pid_file)
+    os._exit(0)
+
+
 def leave_child(seconds: float = 3600.0) -> None:
     """A worker in the server's own group that does not heed SIGTERM."""
     if os.fork():
@@ -302,6 +325,12 @@ def before_listening(options: argparse.Namespace) -> None:
             time.sleep(0.1)
     if mode == "ignores_sigterm":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if mode == "daemon":
+        leave_daemon(options.pid_file)
+    if mode == "daemon_on_sigterm":
+        signal.signal(signal.SIGTERM, lambda *_: leave_daemon_at_the_end(options.pid_file))
+    if mode == "sheds_environment" and "SPEC_TUNER_MARKER" in os.environ:
+        os.execve(sys.executable, [sys.executable, "-I", *sys.argv], {})
     if mode == "leaks_segments":
         leak_segment(options.segment)
     if mode == "three_processes":

@@ -1,15 +1,18 @@
-"""What earlier tuners left behind: processes and containers with our marker whose tuner is dead, and what they hold."""
+"""What earlier tuners left behind: processes and containers of a launch whose tuner is dead, and what they hold."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote
 
 from tuner.launch import container, shm
+from tuner.launch.marker import orphaned, parse_marker
+from tuner.launch.notes import Note, notes
 from tuner.launch.ports import listening
-from tuner.launch.processes import Process, look, marker_of, ourselves, snapshot, sockets
-from tuner.launch.reap import reap
+from tuner.launch.processes import Process, marker_of, ourselves, snapshot, sockets
+from tuner.launch.reap import marked, reap
+
+__all__ = ["Leftover", "clean", "leftovers", "orphaned", "parse_marker"]
 
 
 @dataclass(frozen=True)
@@ -31,47 +34,43 @@ class Leftover:
     def named(self) -> str:
         """What still runs, in words."""
         found = [f"process {pid}" for pid in self.pids]
+        if not found and not self.containers:
+            return f"shared memory {', '.join(self.segments)}"
         return ", ".join([*found, *(f"{runtime} container {name[:12]}" for runtime, name in self.containers)])
 
 
-def parse_marker(text: str) -> dict[str, str]:
-    """The entries of a marker; `marker_text` reversed."""
-    entries = (entry.partition("=") for entry in text.split(";") if "=" in entry)
-    return {unquote(key): unquote(value) for key, _, value in entries}
-
-
-def orphaned(marker: str) -> bool:
-    """Whether the tuner that a marker names is dead. A marker that names none is left alone."""
-    pid, _, started = parse_marker(marker).get("tuner", "").partition(".")
-    if not (pid.isdigit() and started.isdigit()):
-        return False
-    tuner = look(int(pid))
-    return tuner is None or tuner.zombie or tuner.started != int(started)
-
-
 def leftovers(folder: Path = shm.FOLDER) -> list[Leftover]:
-    """Every launch of a dead tuner that still has processes; those of a living one are at work."""
+    """Every launch of a dead tuner of which something is left; those of a living one are at work."""
     processes = snapshot()
     ours = ourselves(processes)
     by_marker: dict[str, list[Process]] = {}
     for pid, process in processes.items():
         if pid not in ours and not process.zombie and (marker := marker_of(pid)):
             by_marker.setdefault(marker, []).append(process)
+    noted = {note.marker: note for note in notes()}
+    for note in noted.values():
+        known = by_marker.setdefault(note.marker, [])
+        missing = note.living(processes) - ours - {process.pid for process in known}
+        known += [processes[pid] for pid in missing]
     contained: dict[str, list[tuple[str, str]]] = {}
     for runtime in container.RUNTIMES:
         for state in container.everything(runtime):
             contained.setdefault(state.marker, []).append((runtime, state.id))
-    return [
-        _leftover(marker, by_marker.get(marker, []), contained.get(marker, []), folder)
+    found = [
+        _leftover(marker, by_marker.get(marker, []), contained.get(marker, []), folder, noted.get(marker))
         for marker in sorted({*by_marker, *contained})
         if orphaned(marker)
     ]
+    return [left for left in found if left.pids or left.containers or left.segments]
 
 
-def _leftover(marker: str, members: list[Process], containers: list[tuple[str, str]], folder: Path) -> Leftover:
+def _leftover(
+    marker: str, members: list[Process], containers: list[tuple[str, str]], folder: Path, note: Note | None
+) -> Leftover:
     names = parse_marker(marker)
     inodes = frozenset[int]().union(*(sockets(process.pid) for process in members))
-    held = set[int]().union(*(shm.held(process.pid, folder) for process in members))
+    held = {segment.inode for segment in shm.noted(note.segments if note else (), folder)}
+    held |= set[int]().union(*(shm.held(process.pid, folder) for process in members))
     return Leftover(
         marker=marker,
         study=names.get("study", "?"),
@@ -96,7 +95,5 @@ def clean(found: list[Leftover], grace_s: float = 3.0, folder: Path = shm.FOLDER
         reap(leftover.marker, grace_s=grace_s)
         _, left = shm.remove([before[name] for name in leftover.segments if name in before], folder)
         problems += [f"segment {name} cannot be removed" for name in left]
-        for pid in leftover.pids:
-            if (process := look(pid)) and not process.zombie and marker_of(pid) == leftover.marker:
-                problems.append(f"process {pid} cannot be ended")
+        problems += [f"process {process.pid} cannot be ended" for process in marked(leftover.marker)]
     return problems

@@ -13,6 +13,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from urllib.parse import quote
 
 MARKER = "SPEC_TUNER_MARKER"
 """The environment variable that every process of a launch inherits."""
+
+KEEPS_ENVIRONMENT = "SPT_NOENV"
+"""Tells `setproctitle` to leave the environment, and with it the marker, as it is."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -84,15 +88,30 @@ def look(pid: int) -> Process | None:
 
 def marker_of(pid: int) -> str | None:
     """The marker in a process's initial environment; None when it has none or may not be read."""
+    return _marker_in(_environment(pid))
+
+
+def _environment(pid: int) -> frozenset[bytes]:
     try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        return frozenset(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:
-        return None
+        return frozenset()
+
+
+def _marker_in(environment: Iterable[bytes]) -> str | None:
     prefix = MARKER.encode() + b"="
-    for entry in environment.split(b"\0"):
+    for entry in environment:
         if entry.startswith(prefix):
             return entry[len(prefix) :].decode(errors="replace")
     return None
+
+
+def pid_namespace() -> str:
+    """Which numbering of processes we see; "" where there is none. Pids mean nothing in another one."""
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return ""
 
 
 def ourselves(processes: Mapping[int, Process]) -> frozenset[int]:
@@ -123,27 +142,57 @@ def descendants(roots: Iterable[int], processes: Mapping[int, Process]) -> set[i
 class Family:
     """The processes of one launch, remembered across looks.
 
+    A process that empties its environment, leaves the session and outlives its parent is re-parented to us
+    (`adopt_orphans`): what we did not start ourselves and was not there before is of the launch, too.
+
     Args:
         pid: the server, which leads its own session and process group.
         marker: the marker's text in its environment, unique to this launch.
         helper: a process of ours that carries the marker and is not of the family: the one that writes the log.
+        adopts: whether orphans count. Not with a container runtime, which keeps processes beyond one container.
     """
 
-    def __init__(self, pid: int, marker: str, helper: Callable[[], int | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        pid: int,
+        marker: str,
+        helper: Callable[[], int | None] = lambda: None,
+        adopts: bool = True,
+    ) -> None:
         self.pid = pid
         self.marker = marker
         self._helper = helper
+        self._lock = threading.RLock()
         leader = look(pid)
         self._leader_started = leader.started if leader else None
         self._known: set[tuple[int, int]] = {leader.key} if leader else set()
+        self._adopts = adopts
+        below_us = descendants([os.getpid()], processes := snapshot()) - descendants([pid], processes)
+        self._before = {processes[other].key for other in below_us if other in processes}
+        self._suspects: set[tuple[int, int]] = set()
+        self._seen: set[tuple[int, int]] = set()
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Of the server."""
+        return self.pid, self._leader_started or 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last look saw no orphan that only a second one can tell from a process in the making."""
+        return not self._suspects - self._known
 
     def members(self) -> list[Process]:
         """Everything of the family that exists now, zombies included."""
+        with self._lock:
+            return self._members()
+
+    def _members(self) -> list[Process]:
         processes = snapshot()
         leader = processes.get(self.pid)
         # A group id is never reused while a member lives, so only a foreign leader of that pid makes it foreign.
         group_is_ours = leader is None or leader.started == self._leader_started
-        seeds = set()
+        seeds = self._orphans(processes)
         for process in processes.values():
             known = process.key in self._known
             grouped = group_is_ours and self.pid in (process.group, process.session)
@@ -154,6 +203,26 @@ class Family:
         self._known.update(process.key for process in found)
         return found
 
+    def _orphans(self, processes: Mapping[int, Process]) -> set[int]:
+        """Children of ours that we did not start: seen twice, for one that is about to be executed looks alike."""
+        me = processes.get(os.getpid())
+        if not self._adopts or me is None:
+            return set()
+        suspects = {
+            process.key
+            for process in processes.values()
+            if process.ppid == me.pid
+            and process.session not in (me.session, self.pid)  # what a server starts can never enter our session
+            and process.key not in self._before
+            and process.key not in self._known
+            and process.pid != self._helper()
+            and not process.zombie
+            and _is_foreign(process.pid)
+        }
+        again, self._suspects = suspects & self._suspects, suspects
+        self._seen |= suspects
+        return {pid for pid, _ in again}
+
     def living(self) -> list[Process]:
         """The members that run: zombies are only waiting to be noticed by their parent."""
         return [process for process in self.members() if not process.zombie]
@@ -161,12 +230,32 @@ class Family:
     def reap(self) -> None:
         """Collects those zombies that were re-parented to us (`adopt_orphans`); the server itself is its owner's."""
         me = os.getpid()
-        for process in self.members():
-            if process.zombie and process.ppid == me and process.pid != self.pid:
+        self.members()
+        with self._lock:
+            keys = self._known | self._seen
+        for process in snapshot().values():
+            if process.key in keys and process.zombie and process.ppid == me and process.pid != self.pid:
                 try:
                     os.waitpid(process.pid, os.WNOHANG)
                 except ChildProcessError:
                     continue
+
+
+def _is_foreign(pid: int) -> bool:
+    """Whether a child of ours was started by somebody else: what we start has our environment, or another's marker."""
+    environment = _environment(pid)
+    if _marker_in(environment) is not None or _command(pid) == _command(os.getpid()):
+        return False
+    ours = {os.fsencode(f"{name}={value}") for name, value in os.environ.items()}
+    flagged = any(entry.startswith(KEEPS_ENVIRONMENT.encode()) for entry in environment - ours)
+    return flagged or not ours <= environment
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def sockets(pid: int) -> frozenset[int]:

@@ -7,6 +7,7 @@ import re
 import secrets
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,9 +22,12 @@ from tuner.errors import LaunchFailed
 from tuner.foreign import count, parse
 from tuner.launch import gpu, logs, ports
 from tuner.launch.classify import classify
+from tuner.launch.clock import RunningClock
 from tuner.launch.container import LaunchContainer
 from tuner.launch.kinds import Phase, failure
+from tuner.launch.notes import NoteBook
 from tuner.launch.processes import (
+    KEEPS_ENVIRONMENT,
     MARKER,
     Family,
     Process,
@@ -31,6 +35,7 @@ from tuner.launch.processes import (
     bytes_read,
     look,
     marker_text,
+    pid_namespace,
     send,
     snapshot,
     sockets,
@@ -48,6 +53,9 @@ _BUSY_SHARE = 0.05
 
 _READ_STEP = 1 << 16
 """Bytes read between two looks that count as progress of loading."""
+
+_LOOK_S = 1.0
+"""Between two looks at the family while it runs, or longer where a look takes more than 2 % of that."""
 
 _PROMPT = "Count on: one two three one two three one two three one two"
 """A prompt that repeats itself, so that a drafter which looks things up has something to draft from."""
@@ -87,6 +95,7 @@ class StopReport:
         seconds: that stopping took.
         segments_removed: shared-memory segments that the family left behind and that were removed.
         segments_left: those that could not be removed.
+        segments_unclaimed: those of our user that came up meanwhile, held by nobody, and not provably the family's.
         gpu_memory_back: whether GPU memory is where it was before the start; None without `nvidia-smi`. Another
             program's use of the same GPU counts too.
         gpu_before: MiB in use by GPU index before the start; None without `nvidia-smi`.
@@ -102,6 +111,7 @@ class StopReport:
     seconds: float
     segments_removed: tuple[str, ...] = ()
     segments_left: tuple[str, ...] = ()
+    segments_unclaimed: tuple[str, ...] = ()
     gpu_memory_back: bool | None = None
     gpu_before: Mapping[int, int] | None = None
     containers_left: tuple[str, ...] = ()
@@ -198,7 +208,12 @@ class Server:
         self._gpu_before = gpu_before
         self._container = container
         self._api_key = api_key
-        self._family = Family(process.pid, marker, lambda: log.pump_pid)
+        # A container's runtime keeps processes of its own; what runs inside is found by the container.
+        self._family = Family(process.pid, marker, lambda: log.pump_pid, adopts=container is None)
+        self._notes = NoteBook(marker, self._family.key)
+        self._looking = threading.Lock()
+        self._ended = threading.Event()
+        self._looker = threading.Thread(target=self._look_on, daemon=True, name="look-at-server")
         self._ready_at: int | None = None
         self._proven_at: int | None = None
         self._phase: Phase = "ready"
@@ -235,7 +250,7 @@ class Server:
         adopt_orphans()
         tuner = look(os.getpid())
         owner = f"{tuner.pid}.{tuner.started}" if tuner else str(os.getpid())
-        text = marker_text({**marker, "tuner": owner, "nonce": secrets.token_hex(6)})
+        text = marker_text({**marker, "tuner": owner, "namespace": pid_namespace(), "nonce": secrets.token_hex(6)})
         segments, gpu_before = SegmentWatch(), gpu.memory_used()
         try:
             log = logs.LaunchLog(Path(log_path), {**os.environ, MARKER: text})
@@ -267,7 +282,10 @@ class Server:
                 failure("env_broken", "start", f"'{record.argv[0]}' cannot be started: {error}")
             ) from error
         log.started()
-        return cls(record, process, text, log, limits or LaunchLimits(), segments, gpu_before, container, api_key)
+        server = cls(record, process, text, log, limits or LaunchLimits(), segments, gpu_before, container, api_key)
+        server._look()
+        server._looker.start()
+        return server
 
     def __enter__(self) -> Self:
         return self
@@ -299,12 +317,13 @@ class Server:
                 listens on its port. It may still run: `stop` it.
         """
         self._phase = "ready"
-        began = time.monotonic()
-        progress = _Progress(self._family, self._log, self._segments, self._contained)
+        clock = RunningClock()
+        began = clock.now()
+        progress = _Progress(self._family, self._log, clock, self._contained)
         next_watch = began
         while True:
             reply = self._ask("GET", self.record.ready_path, timeout_s=5.0, phase="ready", between=progress.check)
-            now = time.monotonic()
+            now = clock.now()
             if reply.status is not None:
                 self._check_owner()
                 if reply.status == 200:
@@ -320,7 +339,7 @@ class Server:
             if now - began > self.limits.startup_s:
                 self._fail("ready", "startup_timeout", f"not ready after {self.limits.startup_s:g} s; {last}")
             self._pause(_POLL_S)
-        self.startup_s = time.monotonic() - began
+        self.startup_s = clock.now() - began
         self._ready_at = self._position()
         self._look()
         return self.startup_s
@@ -414,8 +433,11 @@ class Server:
         the same report.
         """
         if self._report is None:
+            self._ended.set()
             try:
                 self._report = self._stop()
+                if self._report.clean:
+                    self._notes.note.drop()
             except BaseException:
                 # Interrupted while waiting: no more patience with the server, but it must not be left behind.
                 self._kill_family()
@@ -570,13 +592,26 @@ class Server:
 
     def _look(self) -> None:
         """Notes who belongs to the family and which segments it holds: later there may be nobody left to ask."""
-        self._segments.look(process.pid for process in self._family.members())
+        with self._looking:
+            members = self._family.members()
+            self._segments.look(process.pid for process in members)
+            segments = [(segment.name, segment.inode) for segment in self._segments.mine()]
+            self._notes.see([process.key for process in members], segments)
+
+    def _look_on(self) -> None:
+        wait = _LOOK_S
+        while not self._ended.wait(wait):
+            began = time.thread_time()
+            self._look()
+            wait = max(_LOOK_S, 50 * (time.thread_time() - began))
 
     # -- stopping -----------------------------------------------------------------------------------------------
 
     def _stop(self) -> StopReport:
         began = time.monotonic()
         deadline = began + self.limits.grace_s
+        self._ended.set()
+        self._looker.join(5)
         self._look()
         escalated, stuck = (
             self._container.end(self.limits.grace_s, self.limits.gone_s) if self._container else (False, ())
@@ -595,6 +630,7 @@ class Server:
             stuck = tuple({*stuck, *self._container.sweep(self.limits.gone_s)})
         self._log.close()
         removed, left = self._segments.clear()
+        unclaimed = self._segments.unclaimed()
         gpu_back = gpu.wait_for(self._gpu_before, self.limits.gone_s)
         port_free = wait_until(lambda: ports.is_free(self.record.port, self.record.host), self.limits.gone_s)
         return StopReport(
@@ -606,6 +642,7 @@ class Server:
             seconds=time.monotonic() - began,
             segments_removed=removed,
             segments_left=left,
+            segments_unclaimed=unclaimed,
             gpu_memory_back=gpu_back,
             gpu_before=self._gpu_before,
             containers_left=stuck,
@@ -622,17 +659,26 @@ class Server:
             return
 
     def _kill_family(self) -> set[int]:
-        """SIGKILL until none is left: a member may start another between a look and the signal."""
+        """SIGKILL until none is left: a member may start another between a look and the signal.
+
+        All are stopped before the first is killed, or two that watch one another would always be restarted in time.
+        """
         killed: set[int] = set()
+        quiet = 0
 
         def gone() -> bool:
+            nonlocal quiet
             if self.alive:
                 self._signal_group(signal.SIGKILL)
-            for process in self._family.living():
+            living = self._family.living()
+            for process in living:
+                send(process, signal.SIGSTOP)
+            for process in living:
                 if send(process, signal.SIGKILL):
                     killed.add(process.pid)
             self._family.reap()
-            return not self.alive and not self._family.living()
+            quiet = quiet + 1 if not self.alive and not living and self._family.settled else 0
+            return quiet > 1
 
         wait_until(gone, self.limits.gone_s)
         return killed
@@ -647,20 +693,20 @@ class _Progress:
         self,
         family: Family,
         log: logs.LaunchLog,
-        segments: SegmentWatch,
+        clock: RunningClock,
         contained: Callable[[], list[Process]] = list,
     ) -> None:
         self._family = family
         self._contained = contained
         self._log_file = log
-        self._segments = segments
-        self.at = time.monotonic()
+        self._clock = clock
+        self.at = clock.now()
         self._looked = self.at
         self._log, self._cpu, self._read = self._look()
 
     def check(self) -> None:
         """Looks, at most twice a second, and notes the time when something has moved."""
-        now = time.monotonic()
+        now = self._clock.now()
         if now - self._looked < self._EVERY_S:
             return
         log, cpu, read = self._look()
@@ -671,7 +717,6 @@ class _Progress:
 
     def _look(self) -> tuple[int, float, int]:
         family = self._family.living()
-        self._segments.look(process.pid for process in family)
         family += self._contained()
         cpu = sum(process.cpu_s for process in family)
         return self._log_file.size, cpu, sum(bytes_read(process.pid) for process in family)
@@ -691,8 +736,8 @@ def write_files(record: LaunchRecord) -> None:
 
 
 def environment(record: LaunchRecord, marker: str) -> dict[str, str]:
-    """The environment of a launch: ours, the record's difference, and the marker."""
-    result = {**os.environ, **record.trial_env}
+    """The environment of a launch: ours, the record's difference, and the marker, which a new title is not to erase."""
+    result = {KEEPS_ENVIRONMENT: "1", **os.environ, **record.trial_env}
     for name, value in record.env.items():
         if value is None:
             result.pop(name, None)

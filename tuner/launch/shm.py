@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tuner.launch import sysv
+
 FOLDER = Path("/dev/shm")
 
 
@@ -79,12 +81,13 @@ class SegmentWatch:
     def __init__(self, folder: Path = FOLDER) -> None:
         self._folder = folder
         self._before = {segment.inode for segment in snapshot(folder).values()}
+        self._sysv = {segment.id for segment in sysv.snapshot()}
         self._inodes: set[int] = set()
         self._pids: set[int] = set()
 
     def look(self, pids: Iterable[int]) -> None:
         """Notes what these processes hold now."""
-        for pid in pids:
+        for pid in list(pids):
             self._pids.add(pid)
             self._inodes |= held(pid, self._folder) - self._before
 
@@ -104,9 +107,24 @@ class SegmentWatch:
         A segment that somebody outside of the family holds as well is in use, and stays unmentioned.
         """
         mine = self.mine()
-        if not mine:
-            return (), ()
-        return remove(mine, self._folder)
+        removed, left = remove(mine, self._folder) if mine else ((), ())
+        old_removed, old_left = sysv.remove(sysv.made_by(self._pids, self._sysv))
+        return (*removed, *old_removed), (*left, *old_left)
+
+    def unclaimed(self) -> tuple[str, ...]:
+        """Segments of our user that were made meanwhile and that nobody holds: perhaps the family's, perhaps not."""
+        fresh = [s for s in snapshot(self._folder).values() if s.inode not in self._before and s.uid == os.getuid()]
+        if not fresh:
+            return ()
+        in_use, mine = holders(self._folder), set(self.mine())
+        return tuple(sorted(s.name for s in fresh if s.inode not in in_use and s not in mine))
+
+
+def noted(seen: Iterable[tuple[str, int]], folder: Path = FOLDER) -> list[Segment]:
+    """Those segments of ours, by name and inode, that still exist."""
+    there = snapshot(folder)
+    found = (there.get(name) for name, inode in seen if name in there and there[name].inode == inode)
+    return [segment for segment in found if segment is not None and segment.uid == os.getuid()]
 
 
 def remove(segments: Iterable[Segment], folder: Path = FOLDER) -> tuple[tuple[str, ...], tuple[str, ...]]:

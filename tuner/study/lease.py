@@ -1,7 +1,8 @@
 """One tuner per study at a time. The lease names its holder; a dead holder's lease is taken over at once.
 
 On the same boot of the same host the holder lives if its process does, known by pid and start time; a stopped or slow
-tuner keeps its lease for as long as it exists. Seen from another host, it lives until the lease expires.
+tuner keeps its lease for as long as it exists. Seen from another host, or from another PID namespace of the same one
+(a container), it lives until the lease expires.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ EXPIRES_S = 300.0
 
 @dataclass(frozen=True)
 class Holder:
-    """A process, told apart from all others that ever had its pid."""
+    """A process, told apart from all others that ever had its pid. `boot` is a boot's id, "/" and a PID namespace."""
 
     host: str
     boot: str
@@ -40,7 +41,7 @@ class Holder:
 
 def this_process() -> Holder:
     """The holder that we are."""
-    return Holder(socket.gethostname(), _boot_id(), os.getpid(), _started(os.getpid()) or "")
+    return Holder(socket.gethostname(), f"{_boot_id()}/{_pid_namespace()}", os.getpid(), _started(os.getpid()) or "")
 
 
 def alive(holder: Holder, expires_at: float, now: float) -> bool:
@@ -48,7 +49,13 @@ def alive(holder: Holder, expires_at: float, now: float) -> bool:
     us = this_process()
     if holder.host != us.host:
         return now < expires_at
-    return holder.boot == us.boot and _started(holder.pid) == holder.pid_started
+    boot, _, namespace = holder.boot.partition("/")
+    our_boot, _, our_namespace = us.boot.partition("/")
+    if boot != our_boot:
+        return False
+    if namespace not in ("", our_namespace):
+        return now < expires_at
+    return _started(holder.pid) == holder.pid_started
 
 
 def holder(engine: Engine, study: str, clock: Callable[[], float] = time.time) -> Holder | None:
@@ -166,6 +173,13 @@ def _boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "unknown"
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return ""
 
 
 def _started(pid: int) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner.launch import shm
+from tuner.launch import shm, sysv
 
 pytestmark = pytest.mark.skipif(not shm.FOLDER.is_dir(), reason="there is no /dev/shm here")
 
@@ -52,3 +52,31 @@ def test_what_somebody_still_holds_stays(tmp_path: Path) -> None:
     with path.open():
         assert shm.remove(shm.snapshot(tmp_path).values(), tmp_path) == ((), ())
     assert shm.remove(shm.snapshot(tmp_path).values(), tmp_path) == (("shared",), ())
+
+
+def test_system_v_segments_of_the_family_are_removed_and_those_of_others_are_not() -> None:
+    code = "import ctypes; print(ctypes.CDLL(None).shmget(0, 4096, 0o1600), flush=True)"
+    watch = shm.SegmentWatch()
+    ids = []
+    for mine in (True, False):
+        worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        if mine:
+            watch.look([worker.pid])
+        assert worker.stdout is not None
+        ids.append(int(worker.communicate()[0]))
+    try:
+        removed, left = watch.clear()
+        assert f"SysV segment {ids[0]}" in removed
+        assert left == ()
+        assert ids[1] in [segment.id for segment in sysv.snapshot()]
+    finally:
+        sysv.remove(segment for segment in sysv.snapshot() if segment.id in ids)
+
+
+def test_what_came_up_meanwhile_and_nobody_holds_is_named_but_stays(tmp_path: Path) -> None:
+    watch = shm.SegmentWatch(tmp_path)
+    path = segment(tmp_path, "psm_0badcafe")
+    assert watch.clear() == ((), ())
+    assert watch.unclaimed() == ("psm_0badcafe",)
+    with path.open():
+        assert watch.unclaimed() == ()

@@ -76,3 +76,13 @@ def test_a_tuner_whose_lease_was_taken_over_stops(tmp_path):
     lease.release()
     with store.engine.connect() as connection:
         assert connection.execute(sa.select(leases.c.token)).scalar() == "of another"
+
+
+def test_a_holder_in_another_pid_namespace_lives_until_its_lease_expires():
+    us = this_process()
+    boot = us.boot.partition("/")[0]
+    elsewhere = Holder(us.host, f"{boot}/12345", us.pid, us.pid_started)
+    assert alive(elsewhere, expires_at=2, now=1)
+    assert not alive(elsewhere, expires_at=1, now=2)
+    assert not alive(Holder(us.host, "another boot/12345", us.pid, us.pid_started), 2, 1)
+    assert alive(Holder(us.host, boot, us.pid, us.pid_started), 1, 2), "of a version that did not note the namespace"

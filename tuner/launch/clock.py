@@ -1,0 +1,24 @@
+"""Time in which we ran ourselves: a tuner that was stopped for an hour has not waited for an hour."""
+
+from __future__ import annotations
+
+import time
+
+GAP_S = 5.0
+"""Between two looks that should be some 50 ms apart: we were stopped, not slow."""
+
+
+class RunningClock:
+    """Seconds that count against deadlines. `now` has to be asked often: a gap between two questions does not count."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._lost = 0.0
+
+    def now(self) -> float:
+        """Seconds, from no particular start."""
+        real = time.monotonic()
+        if real - self._last > GAP_S:
+            self._lost += real - self._last
+        self._last = real
+        return real - self._lost
