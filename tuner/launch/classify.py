@@ -12,19 +12,46 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tuner.launch.kinds import Phase, failure
+from tuner.launch.kinds import KINDS, Phase, failure
+from tuner.launch.plain import plain, plain_lines
 from tuner.launch.rules import Rule, RuleBook, rule_book
 from tuner.records import Failure
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(
-    r"^(?:\(\S+ pid=\d+\)\s?)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+\d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?)?"
+    r"^(?:\([^()\n]{1,80} pid=\d+[^()\n]{0,80}\)\s?)?(?:\[rank\d+\]:\s?)?"
+    r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+\d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?)?"
 )
-"""Process and logger prefixes in front of each line of a logged traceback; the indentation behind them is kept."""
+"""Process and logger prefixes in front of a line; the indentation behind them is kept."""
 
 _TRACEBACK = "Traceback (most recent call last):"
-_EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: .*|:)?$")
-_ERROR_LINE = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|[Ff]atal error)\b|^\S*\s*[Ee]rror:")
+_GROUP = "Exception Group Traceback"
+"""Says nothing by itself: the tracebacks of its parts follow."""
+
+_EXCEPTION = re.compile(
+    r"^(?!(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL|NOTE|note|hint):)(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*: ?.*$"
+    r"|^(?:[A-Za-z_]\w*\.)*[A-Za-z_]*(?:Error|Exception|Interrupt|Exit|Timeout|Iteration|Cancelled|Empty|Full|Warning)$"
+    r"|^(?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*$"
+)
+"""The line that ends a traceback. A bare word is none, unless it is called as exceptions are."""
+
+_MANY_PARTS = re.compile(r"\bvalidation errors? for |:$")
+_LOGGED = re.compile(r"\b(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b|^\[?\d{4}-\d\d-\d\d|^$")
+_PANIC = re.compile(
+    r"^(?:\S+ )?thread '[^']*'(?: \(\d+\))? panicked at |^panic: |^fatal error: |Assertion [`'\"].{1,400}['\"] failed"
+    r"|^terminate called after throwing"
+)
+"""How other languages than Python begin their last words."""
+
+_ERROR_LINE = re.compile(
+    r"\b(?:ERROR|CRITICAL|FATAL|[Ff]atal error)\b|^\S{0,200}\s?[Ee]rror:"
+    r"|\"(?:level|severity|lvl)\"\s?:\s?\"(?i:error|fatal|critical|panic)\""
+)
+_BENIGN = re.compile(r"^.{0,60}?\b(?:WARN|WARNING|INFO|DEBUG)\b")
+"""A line that does not call itself an error: whoever wrote it went on."""
+
+_PASSED_OVER = {"oom", "oom_startup", "oom_under_load", "crash", "port_conflict", "env_broken", "transient_env"}
+"""Classes that a benign line does not make: a busy port or full memory may be what the server tries for."""
+
 _HALF_BUILT = re.compile(
     r"AttributeError: .*has no attribute|'NoneType' object|UnboundLocalError|is not initiali[sz]ed"
 )
@@ -38,7 +65,11 @@ _CRASH: dict[str, str] = {
     "bench": "died_mid_bench",
     "stop": "died_mid_bench",
 }
-_EVIDENCE_LINES = 24
+_EVIDENCE_LINES = 20
+_TRACEBACK_LINES = 5000
+_KERNEL = "the kernel has ended a process for want of memory"
+_SAID = 4000
+"""Characters of a message."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +80,17 @@ class _Error:
     excerpt: str
     rule: Rule | None = None
     wrapper: bool = False
+    more: str = ""
+
+    @property
+    def said(self) -> str:
+        """The whole of what it says, in one line."""
+        return f"{self.line} {self.more}" if self.more else self.line
+
+    @property
+    def environment(self) -> bool:
+        """Whether it would be held against the machine."""
+        return self.rule is not None and self.rule.kind in KINDS and KINDS[self.rule.kind].blame == "environment"
 
 
 def classify(
@@ -64,6 +106,8 @@ def classify(
     own_rules: Sequence[Mapping[str, Any]] = (),
     never_ran: str = "",
     oom_killed: bool = False,
+    kernel_oom: bool = False,
+    started: str = "",
 ) -> Failure:
     """The class of one failure, with evidence.
 
@@ -80,11 +124,14 @@ def classify(
         own_rules: the user's log rules, which come before the engine's.
         never_ran: why the runtime of a container did not run it, which is none of the server's doing.
         oom_killed: whether the system ended a process of the container for want of memory.
+        kernel_oom: whether the kernel has ended any process for want of memory meanwhile.
+        started: what the server wrote before it reported readiness; shown with a death under load.
     """
     book = rule_book(engine, own_rules)
-    errors = _errors(log, book)
-    before = _errors(earlier, book)
-    cause = next((error for error in errors if error.rule), None)
+    own = frozenset(str(rule["pattern"]) for rule in own_rules)
+    errors = _errors(log, book, own)
+    before = _errors(earlier, book, own)
+    cause = _cause(errors)
     raised = [error for error in errors if not error.wrapper]
     first = cause or next(iter(raised or errors), None)
     ended = _ended(exit_status)
@@ -96,6 +143,8 @@ def classify(
             _oom(phase),
             f"{seen}; memory ran out in its container" if seen else "memory ran out in its container",
         )
+    elif kernel_oom and _signal(exit_status) is signal.SIGKILL:
+        kind, seen = _oom(phase), f"{seen}; {_KERNEL}" if seen else _KERNEL
     elif cause and cause.rule:
         kind = _kind(cause, phase, port)
     elif phase in ("smoke", "readback") and any(not error.wrapper for error in before):
@@ -107,18 +156,37 @@ def classify(
     else:
         kind = symptom or _CRASH[phase]
 
+    if kind == "killed_externally" and kernel_oom:  # a worker of it, as its log says
+        kind, seen = _oom(phase), f"{seen}; {_KERNEL}" if seen else _KERNEL
+
+    swallowed = ""
+    if kind == "died_mid_bench":
+        earliest = next((error for error in _errors(started, book, own) if not error.wrapper), None)
+        swallowed = f"earlier: {earliest.said}" if earliest and (not first or earliest.line != first.line) else ""
+
     stage = _stage(log, first, book) if phase in ("start", "ready") else ""
     during = f"while {stage}" if stage else ""
-    message = "; ".join(part for part in (seen, ended, first.line if first else "", during) if part)
+    message = "; ".join(part for part in (seen, ended, first.said if first else "", during, swallowed) if part)
     evidence = _evidence(first, before + errors, log or earlier)
-    return replace(failure(kind, phase, message, evidence, exit_status), stage=stage)
+    return replace(failure(kind, phase, plain(message, _SAID), evidence, exit_status), stage=stage)
+
+
+def _cause(errors: Sequence[_Error]) -> _Error | None:
+    """The first error with a rule; one that blames the machine, or only says "crash", gives way to an earlier error."""
+    for i, error in enumerate(errors):
+        if error.rule is None:
+            continue
+        earlier = [other for other in errors[:i] if not other.wrapper and not other.environment]
+        if not (earlier and (error.environment or error.rule.kind == "crash")):
+            return error
+    return None
 
 
 def _stage(log: str, first: _Error | None, book: RuleBook) -> str:
     """What the server last said it was doing before its first error; "" where no rule knows."""
     stage = ""
     for raw in log.splitlines():
-        line = _ANSI.sub("", raw)
+        line = plain(raw)
         if first is not None and first.line and first.line in line:
             break
         stage = book.stage(line) or stage
@@ -163,57 +231,100 @@ def _ended(exit_status: int | None) -> str:
     return f"the server ended with status {exit_status}"
 
 
-def _errors(log: str, book: RuleBook) -> list[_Error]:
-    """Every error of a log, in order: tracebacks, lines that match a rule, lines that call themselves errors.
+def _errors(log: str, book: RuleBook, own: frozenset[str]) -> list[_Error]:
+    """Every error of a log, in order: tracebacks, panics, lines that match a rule, lines that call themselves errors.
 
-    Tracebacks and rules are relevant; plain error lines are listed only when there is neither.
+    All but the last are relevant; plain error lines are listed only when there is nothing else. `own` are the user's
+    patterns, which count whatever a line calls itself.
     """
-    lines = [_ANSI.sub("", line).rstrip() for line in log.splitlines()]
+    lines = plain_lines(log)
     found: list[_Error] = []
-    plain: list[_Error] = []
+    plain_errors: list[_Error] = []
     i = 0
     while i < len(lines):
         if _TRACEBACK in lines[i]:
+            if _GROUP in lines[i]:
+                i += 1
+                continue
             error, i = _traceback(lines, i, book)
             found.append(error)
             continue
         line = _PREFIX.sub("", lines[i]).strip()
-        if rule := book.cause(line):
+        rule = book.cause(line)
+        if rule and rule.kind in _PASSED_OVER and rule.pattern.pattern not in own and _BENIGN.match(lines[i]):
+            rule = None
+        if _PANIC.search(line):
+            goes_on = i + 1 < len(lines) and ("panicked at" in line or line.startswith("terminate called"))
+            more = lines[i + 1].strip() if goes_on else ""
+            found.append(_Error(line, "\n".join(lines[i : i + 8]), rule or book.cause(more), False, more))
+        elif rule:
             found.append(_Error(line, "\n".join(lines[max(0, i - 2) : i + 3]), rule))
         elif _ERROR_LINE.search(lines[i]):
-            plain.append(_Error(line, "\n".join(lines[i : i + 3]), None, book.is_wrapper(line)))
+            plain_errors.append(_Error(line, "\n".join(lines[i : i + 3]), None, book.is_wrapper(line)))
         i += 1
-    return found or plain
+    return found or plain_errors
 
 
 def _traceback(lines: list[str], start: int, book: RuleBook) -> tuple[_Error, int]:
     """The traceback that begins at `start`, and the index of the line behind it."""
-    offset = lines[start].index(_TRACEBACK)
-    logger_prefix = _PREFIX.match(lines[start])
-    inside = offset > (logger_prefix.end() if logger_prefix else 0)
-    end = start + 1
-    while end < len(lines):
-        text = _PREFIX.sub("", lines[end])
-        if text and not text[0].isspace() and _EXCEPTION.match(text):
+    before = lines[start][: lines[start].index(_TRACEBACK)]
+    repeated = _repeated(before, lines[start + 1 : start + 2])
+    inside = repeated is None and len(before) > len(_prefix_of(lines[start]))
+
+    def text(i: int) -> str | None:
+        """The line without what stands before each; None for a line of another writer."""
+        if repeated is None:
+            return _PREFIX.sub("", lines[i])
+        found = repeated.match(lines[i])
+        return lines[i][found.end() :] if found else None
+
+    end, stop = start + 1, min(len(lines), start + _TRACEBACK_LINES)
+    while end < stop:
+        said = text(end)
+        if said and not said[0].isspace() and _EXCEPTION.match(said):
             break
-        if _TRACEBACK in text or (inside and not text):
+        if _TRACEBACK in lines[end] or (inside and not said):
             break
         end += 1
-    line = _PREFIX.sub("", lines[end]).strip() if end < len(lines) else ""
-    if not _EXCEPTION.match(line):
+    line = (text(end) or "").strip() if end < stop else ""
+    more: list[str] = []
+    if _EXCEPTION.match(line):
+        parts = bool(_MANY_PARTS.search(line))
+        for i in range(end + 1, min(len(lines), end + 9)):
+            said, following = text(i), text(i + 1) if i + 1 < len(lines) else None
+            heads = parts and said and following and following[0].isspace() and not _LOGGED.search(said)
+            if not said or _TRACEBACK in said or not (said[0].isspace() or heads):
+                break
+            more.append(said.strip())
+    else:
         line = _PREFIX.sub("", lines[start]).strip()
         end -= 1
-    body = lines[start : end + 1]
+    last = end + len(more)
+    body = [said for i in range(start + 1, last + 1) if (said := text(i)) is not None]
+    body = [lines[start] if repeated is None else _TRACEBACK, *body]
     if len(body) > _EVIDENCE_LINES:
         body = [body[0], "  …", *body[2 - _EVIDENCE_LINES :]]
-    return _Error(line, "\n".join(body), book.cause(line), book.is_wrapper(line)), end + 1
+    rule = next((rule for one in (line, *more) if (rule := book.cause(one))), None)
+    return _Error(line, "\n".join(body), rule, book.is_wrapper(line), "; ".join(more)), last + 1
+
+
+def _prefix_of(line: str) -> str:
+    found = _PREFIX.match(line)
+    return found.group() if found else ""
+
+
+def _repeated(before: str, following: Sequence[str]) -> re.Pattern[str] | None:
+    """What stands before a traceback, as a pattern, where it stands before its next line too; its digits may differ."""
+    if not before:
+        return None
+    pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(before)))
+    return pattern if following and pattern.match(following[0]) else None
 
 
 def _evidence(first: _Error | None, errors: list[_Error], log: str) -> str:
     if first is None:
-        tail = [_ANSI.sub("", line).rstrip() for line in log.splitlines()[-8:]]
-        return "\n".join(tail)
+        return "\n".join(plain(line) for line in log.splitlines()[-8:])
     last = errors[-1]
     if last.line == first.line:
         return first.excerpt
-    return f"{first.excerpt}\n… later: {last.line}"
+    return f"{first.excerpt}\n… later: {last.said}"

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tuner.launch import pump
+from tuner.launch.plain import plain_lines
 from tuner.launch.processes import wait_until
 
 HEAD = 64 << 20
@@ -162,6 +163,6 @@ def read_bytes(path: Path, start: int, end: int) -> bytes:
 
 
 def tail(path: Path, lines: int) -> str:
-    """The last lines of a log."""
+    """The last lines of a log, fit for a terminal."""
     end = pump.size(path)
-    return "\n".join(read(path, max(0, end - 400 * lines - 4096), end).splitlines()[-lines:])
+    return "\n".join(plain_lines(read(path, max(0, end - 400 * lines - 4096), end))[-lines:])

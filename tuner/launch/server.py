@@ -20,12 +20,13 @@ import httpx
 from tuner.ask import Answer, ask
 from tuner.errors import LaunchFailed
 from tuner.foreign import count, parse
-from tuner.launch import gpu, logs, ports
+from tuner.launch import gpu, kernel, logs, ports
 from tuner.launch.classify import classify
 from tuner.launch.clock import RunningClock
 from tuner.launch.container import LaunchContainer
 from tuner.launch.kinds import Phase, failure
 from tuner.launch.notes import NoteBook
+from tuner.launch.plain import plain
 from tuner.launch.processes import (
     KEEPS_ENVIRONMENT,
     MARKER,
@@ -211,6 +212,7 @@ class Server:
         # A container's runtime keeps processes of its own; what runs inside is found by the container.
         self._family = Family(process.pid, marker, lambda: log.pump_pid, adopts=container is None)
         self._notes = NoteBook(marker, self._family.key)
+        self._oom_kills = kernel.oom_kills()
         self._looking = threading.Lock()
         self._ended = threading.Event()
         self._looker = threading.Thread(target=self._look_on, daemon=True, name="look-at-server")
@@ -401,7 +403,7 @@ class Server:
         self._log.drain()
         found = re.compile(pattern)
         lines = logs.read(self.log_path, 0, _LOG_LIMIT).splitlines()
-        return [line.strip() for line in lines if found.search(line)][:most]
+        return [plain(line).strip() for line in lines if found.search(line)][:most]
 
     def failure(self, phase: Phase = "bench", wait_s: float = 0.0) -> Failure | None:
         """Why the server is not running any more; None while it runs, or after a wanted stop.
@@ -571,6 +573,10 @@ class Server:
             symptom=symptom,
             seen=seen,
             own_rules=self.record.log_rules,
+            kernel_oom=kernel.oom_kills() > self._oom_kills,
+            started=logs.read(self.log_path, 0, self._ready_at, _LOG_LIMIT)
+            if phase == "bench" and self._ready_at
+            else "",
             never_ran=container.ended_by_runtime(status) if container is not None and ended else "",
             oom_killed=bool(container is not None and ended and (state := container.state()) and state.oom_killed),
         )

@@ -24,6 +24,10 @@ CONFIRM_FROM = math.log(0.95)
 """A screening score below this is not worth a confirmation: one block is seldom off by more."""
 
 
+_ASKED_TO_END = frozenset((-1, -2, -15, 129, 130, 143))
+"""Exit statuses of SIGHUP, SIGINT and SIGTERM, which somebody sends; the kernel sends SIGKILL."""
+
+
 @dataclass(frozen=True)
 class Policy:
     """The constants of a profile.
@@ -241,8 +245,22 @@ def slot_state(data: StudyData, policy: Policy, slot: Slot) -> SlotState:
         missing.append(level)
     failures = [launch.failure for launch in launches if launch.state == "failed" and launch.failure is not None]
     if missing and failures and not _may_retry(failures, policy):
-        return SlotState(tuple(missing), failures[-1], failures[-1].blame == "environment")
+        last = failures[-1]
+        if _kills_itself(data, slot, last):
+            said = f"{last.message}; ended so {len(failures)} times, while others work here"
+            return SlotState(tuple(missing), replace(last, message=said, blame="candidate", retryable=False))
+        return SlotState(tuple(missing), last, last.blame == "environment")
     return SlotState(tuple(missing))
+
+
+def _kills_itself(data: StudyData, slot: Slot, last: Failure) -> bool:
+    """Whether what ends this candidate's servers by SIGKILL, again and again, is its own doing: others work.
+
+    The kernel leaves nothing in the log of a server that it ends for want of memory.
+    """
+    if last.kind != "killed_externally" or last.exit_status in _ASKED_TO_END or slot.candidate_id == data.baseline.id:
+        return False
+    return any(one.state == "done" and one.slot.candidate_id != slot.candidate_id for one in data.launches)
 
 
 def _may_retry(failures: Sequence[Failure], policy: Policy) -> bool:

@@ -244,3 +244,126 @@ def test_memory_of_a_container_and_a_runtime_that_fails_come_before_what_a_log_s
     assert classify(log, phase="bench", exit_status=137, oom_killed=True).kind == "oom_under_load"
     never = classify("docker: no such device\n", phase="ready", exit_status=125, never_ran="no such device")
     assert (never.kind, never.blame) == ("env_broken", "environment")
+
+
+CRASH = """\
+Traceback (most recent call last):
+  File "engine.py", line 3, in init
+    load()
+RuntimeError: draft head: expected hidden size 576, got 960
+"""
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        'Traceback (most recent call last):\n  File "s.py", line 1\nOSError: [Errno 98] Address already in use\n',
+        "cannot write core dump: No space left on device\n",
+        "OSError: [Errno 24] Too many open files\n",
+        "Segmentation fault (core dumped)\n",
+    ],
+)
+def test_what_blames_the_machine_after_an_error_does_not_excuse_it(after: str) -> None:
+    found = classify(CRASH + after, phase="ready", exit_status=1)
+    assert (found.kind, found.blame) == ("startup_crash", "candidate")
+    assert "expected hidden size 576" in found.message
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "WARNING: store port 29500: Address already in use, trying 29501\n",
+        "INFO autotune: config 3 skipped: torch.OutOfMemoryError: CUDA out of memory. Trying the next\n",
+    ],
+)
+def test_a_line_that_calls_itself_no_error_is_no_cause(before: str) -> None:
+    found = classify(before + CRASH, phase="ready", exit_status=1)
+    assert (found.kind, "expected hidden size 576" in found.message) == ("startup_crash", True)
+
+
+def test_the_users_own_rule_counts_whatever_the_line_calls_itself() -> None:
+    own = [{"kind": "oom", "pattern": "arena is full"}]
+    assert classify("WARNING arena is full\n", phase="bench", exit_status=1, own_rules=own).kind == "oom_under_load"
+
+
+@pytest.mark.parametrize("engine", ["generic", "sglang", "vllm"])
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "[rank0]: ",
+        "(RayWorkerWrapper pid=1, ip=10.0.0.1) ",
+        "(EngineCore_0 pid=12) ",
+        "2026-11-29T12:00:0{}Z ",
+        "[2026-11-29 12:00:0{} TP0] ",
+        "(EngineCore_DP0 pid=12) ERROR 11-29 12:00:0{} [core.py:700] ",
+    ],
+)
+def test_what_stands_before_each_line_of_a_traceback_hides_nothing(engine: str, prefix: str) -> None:
+    log = "".join(f"{prefix.format(i)}{line}\n" for i, line in enumerate(CRASH.splitlines())) + "I am done\nbye\n"
+    found = classify(log, phase="ready", exit_status=1, engine=engine)
+    assert found.message.endswith("RuntimeError: draft head: expected hidden size 576, got 960")
+    memory = f"{prefix}Traceback (most recent call last):\n{prefix}  x\n{prefix}torch.OutOfMemoryError: CUDA\n"
+    assert classify(memory.format(1, 2, 3), phase="ready", exit_status=1, engine=engine).kind == "oom_startup"
+
+
+NOISE = "".join(f"stopping {i}\n" for i in range(20))
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (
+            "thread 'main' panicked at src/d.rs:8:21:\nexpected 576, got 960\nnote: x\n",
+            "d.rs:8:21: expected 576, got 960",
+        ),
+        ("panic: expected 576, got 960\n\ngoroutine 1 [running]:\n", "panic: expected 576, got 960"),
+        ("server: draft.c:88: init: Assertion `hidden == 576' failed.\n", "Assertion `hidden == 576' failed."),
+        ("terminate called after throwing an instance of 'E'\n  what():  576, not 960\n", "what():  576, not 960"),
+        ('{"level":"error","msg":"expected 576"}\n', '"msg":"expected 576"}'),
+        (
+            "Traceback (most recent call last):\n  x\n"
+            "pydantic_core.ValidationError: 1 validation error for X\nfield\n  576\n",
+            "1 validation error for X field; 576",
+        ),
+        (
+            "Traceback (most recent call last):\n  x\na.ConfigError: wrong:\n  expected 576\n",
+            "a.ConfigError: wrong: expected 576",
+        ),
+        (
+            "  + Exception Group Traceback (most recent call last):\n  |   File x\n"
+            "  | ExceptionGroup: errors (1 sub-exception)\n"
+            "  +-+---------------- 1 ----------------\n    | Traceback (most recent call last):\n    |   File y\n"
+            "    | RuntimeError: expected 576\n    +------------\n",
+            "RuntimeError: expected 576",
+        ),
+    ],
+)
+def test_last_words_of_every_kind_are_understood(log: str, said: str) -> None:
+    assert classify(log + NOISE, phase="ready", exit_status=1).message.endswith(said)
+
+
+def test_a_kill_while_the_kernel_ends_processes_for_want_of_memory_is_that() -> None:
+    killed = classify("INFO loading\n", phase="bench", exit_status=-signal.SIGKILL, kernel_oom=True)
+    assert (killed.kind, killed.blame) == ("oom_under_load", "candidate")
+    other = classify(CRASH, phase="ready", exit_status=1, kernel_oom=True)
+    assert other.kind == "startup_crash", "it was another process then"
+    worker = "Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down executor.\n"
+    found = classify(worker, phase="ready", exit_status=1, engine="vllm", kernel_oom=True)
+    assert (found.kind, found.blame) == ("oom_startup", "candidate")
+
+
+def test_a_death_under_load_names_the_error_that_the_start_has_swallowed() -> None:
+    found = classify("AttributeError: no head\n", phase="bench", exit_status=1, started=CRASH)
+    assert found.kind == "died_mid_bench"
+    assert found.message.endswith("earlier: RuntimeError: draft head: expected hidden size 576, got 960")
+
+
+def test_what_a_server_writes_cannot_reach_a_terminal_as_it_is_nor_fill_it() -> None:
+    log = "\0\1\x1b[31mERROR: broken \0 thing\x1b]0;owned\x07\x1b[2J\u202e\n" + "ERROR " + "9" * 3_000_000 + "\n"
+    for text in (log, log * 3):
+        found = classify(text, phase="ready", exit_status=1, seen="\x1b[2Jseen")
+        for said in (found.message, found.evidence):
+            assert not [one for one in said if ord(one) < 32 and one != "\n"]
+            assert "owned" not in said
+            assert "\u202e" not in said
+            assert len(said) < 10_000

@@ -416,3 +416,32 @@ def test_the_full_profile_measures_the_baseline_again_and_pairs_with_the_latest(
 
 def test_speed_is_a_function_of_the_candidate():
     assert speed({"speculation": "none"}, 1) == 100
+
+
+def test_a_candidate_that_is_killed_every_time_while_others_work_is_itself_at_fault(tmp_path):
+    killed = fails(
+        "start",
+        "killed_externally",
+        when=lambda settings, count: settings.get("num_steps") == 2,
+        blame="environment",
+        retryable=True,
+        exit_status=-9,
+    )
+    data, _, _ = run(tmp_path, ToyMachine(fails=killed), policy=QUICK, the_space=space(SPACE, "budget.launches=30"))
+    assert data.state == "done"
+    failed = [trial for trial in data.trials if data.candidates[trial.candidate_id].settings.get("num_steps") == 2]
+    assert failed, "the search has tried it"
+    assert "while others work here" in str(failed[0])
+
+
+def test_whoever_sends_sigterm_is_no_fault_of_the_candidate(tmp_path):
+    ended = fails(
+        "start",
+        "killed_externally",
+        when=lambda settings, count: settings.get("num_steps") is not None,
+        blame="environment",
+        retryable=True,
+        exit_status=-15,
+    )
+    with pytest.raises(EnvironmentBroken, match="killed_externally"):
+        run(tmp_path, ToyMachine(fails=ended), policy=QUICK)
