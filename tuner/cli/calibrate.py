@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tuner.cli import options
-from tuner.cli.console import complain, say, say_json
+from tuner.cli.console import complain, outlive_output, say, say_json
 from tuner.errors import UsageError
 
 
@@ -41,6 +41,7 @@ def command(
         raise UsageError(f"--gain {gain}: must be above 0.01, below which no gain counts as one, and at most 1")
     chosen = read_space(space, tuple(overrides or ()), profile)
     now = current_fingerprint(chosen)
+    outlive_output()
     with Interrupts().installed():
         measured, simulated = measure_noise(
             chosen,

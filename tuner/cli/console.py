@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -30,6 +32,57 @@ def say_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
+class _Outlived(io.FileIO):
+    """An output that may go away: what cannot be written is dropped, and the first reason remembered."""
+
+    lost: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Writes what can be written; says that all was."""
+        try:
+            written = super().write(data)
+        except OSError as error:
+            self.lost = self.lost or error
+            written = None
+        # None is also what a pipe says that is full and must not be waited for.
+        return memoryview(data).nbytes if written is None else written
+
+
+def outlive_output() -> Callable[[], str | None]:
+    """From now on output that cannot be written (a closed pipe, a dead terminal, a full disk) costs the display alone.
+
+    For commands whose work matters more than what they say about it.
+
+    Returns:
+        What tells why standard output was lost; None as long as it is not.
+    """
+    files = {name: _outlived(name) for name in ("stdout", "stderr")}
+
+    def lost() -> str | None:
+        sys.stdout.flush()
+        file = files["stdout"]
+        return None if file is None or file.lost is None else file.lost.strerror or str(file.lost)
+
+    return lost
+
+
+def _outlived(name: str) -> _Outlived | None:
+    stream = getattr(sys, name)
+    if stream is None or stream is not getattr(sys, f"__{name}__"):
+        return None  # somebody else's already
+    with contextlib.suppress(OSError):
+        stream.flush()
+    file = _Outlived(stream.fileno(), "wb", closefd=False)
+    text = io.TextIOWrapper(
+        io.BufferedWriter(file),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering or name == "stderr",
+    )
+    setattr(sys, name, text)
+    return file
+
+
 def friendly(function: Function) -> Function:
     """A command whose expected errors become a message and an exit code instead of a traceback."""
 
@@ -45,6 +98,8 @@ def friendly(function: Function) -> Function:
         except Interrupted as error:
             raise typer.Exit(error.exit_code) from None
         except BrokenPipeError:
+            if isinstance(getattr(getattr(sys.stdout, "buffer", None), "raw", None), _Outlived):
+                raise  # it is not our output that broke
             # Whoever read our output has closed it, like `head` does. Nothing more can be said.
             sys.stderr.close()
             raise typer.Exit(0) from None

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tuner.cli import options
-from tuner.cli.console import complain, say
+from tuner.cli.console import complain, outlive_output, say
 from tuner.errors import TunerError, UsageError
 
 
@@ -66,6 +66,7 @@ def carry_out(
     from tuner.study.store import StudyStore
 
     assert isinstance(store, StudyStore)
+    output_lost = outlive_output()
     where = f" --storage {storage}" if storage else ""
     before = store.data()
     observer, context = watching(quiet=quiet, json_log=json_log)
@@ -101,6 +102,11 @@ def carry_out(
         say(f"Deploy {what:<14} tuner export {data.name} --format shell --output DIR{where}")
         if found.overall.winner is None:
             say(f"Search on:            tuner resume {data.name} --more 8{where}")
+    if why := output_lost():
+        complain(
+            f"Standard output could not be written ({why}); the study was not harmed. Read it with: "
+            f"tuner report {data.name}{where}"
+        )
     if not data.pairs:
         complain(f"None of {len(data.measured)} candidates could be compared with the baseline.")
         raise typer.Exit(1)

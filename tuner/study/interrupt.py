@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as one exception that ends a study in order; commits and teardown are shielded from it."""
+"""SIGINT, SIGTERM and SIGHUP as one exception that ends a study in order; commits and teardown are shielded from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """130 for SIGINT, 143 for SIGTERM, as shells have it."""
+        """130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP, as shells have it."""
         return 128 + self.signum
 
 
@@ -40,11 +40,17 @@ class Interrupts:
 
     @contextmanager
     def installed(self) -> Iterator[Interrupts]:
-        """Handles both signals for the block; does nothing outside of the main thread."""
+        """Handles the signals for the block; does nothing outside of the main thread.
+
+        A SIGHUP that is ignored, as under `nohup`, stays so.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._handle) for number in numbers}
         try:
             yield self
         finally:

@@ -38,14 +38,14 @@ SPACE = {
 class Tuner:
     """A tuner at work in a folder of its own."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, terminal: int | None = None) -> None:
         self.folder = folder
         (folder / "real.yaml").write_text(json.dumps(SPACE))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tuner", *arguments],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
+            stdout=subprocess.PIPE if terminal is None else terminal,
             stderr=subprocess.STDOUT,
             text=True,
         )
@@ -90,8 +90,8 @@ class Tuner:
 def tuner(tmp_path):
     started: list[Tuner] = []
 
-    def start(*arguments: str) -> Tuner:
-        started.append(Tuner(tmp_path, *arguments))
+    def start(*arguments: str, terminal: int | None = None) -> Tuner:
+        started.append(Tuner(tmp_path, *arguments, terminal=terminal))
         return started[-1]
 
     yield start
@@ -103,7 +103,7 @@ def tuner(tmp_path):
         reap(marker_text({"study": started[0].uid()}), grace_s=0)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_an_interrupted_tuner_stops_its_server_and_says_how_to_go_on(tuner, number, code):
     run = tuner("run", "real.yaml")
     run.wait_for_block()
@@ -116,6 +116,34 @@ def test_an_interrupted_tuner_stops_its_server_and_says_how_to_go_on(tuner, numb
     assert run.servers() == []
     status = tuner("status", "real").process.communicate(timeout=60)[0]
     assert re.search(r"state: +interrupted", status)
+
+
+def test_a_tuner_whose_terminal_is_closed_stops_its_server(tuner, tmp_path):
+    ours, theirs = os.openpty()
+    told = tmp_path / "told"
+    hook = [sys.executable, "-c", "import sys; open(sys.argv[1], 'w').write(sys.stdin.read())", str(told)]
+    run = tuner("run", "real.yaml", "--set", f"notify={json.dumps({'command': hook})}", terminal=theirs)
+    os.close(theirs)
+    run.wait_for_block()
+    assert run.servers()
+    os.close(ours)
+    run.process.send_signal(signal.SIGHUP)
+    assert run.process.wait(60) == 129
+    assert run.servers() == []
+    assert json.loads(told.read_text())["event"] == "stopped"
+
+
+def test_nohup_is_heeded(tuner):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = tuner("run", "real.yaml")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    run.wait_for_block()
+    run.process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert run.process.poll() is None
+    assert run.end(signal.SIGTERM)[0] == 143
 
 
 def test_after_kill_9_the_same_command_ends_the_orphan_and_goes_on(tuner):

@@ -1,0 +1,67 @@
+"""Output that cannot be written costs the display, never the study."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from tuner.study.store import open_study
+
+ROOT = Path(__file__).parents[3]
+SPACE = """
+name: sim
+engine: {kind: simulated, model: any}
+workload: {concurrency: [1, 8]}
+baseline: {}
+parameters:
+  num_steps: {low: 1, high: 5}
+budget: {launches: 12}
+simulation: {clock: virtual}
+"""
+
+
+def start(folder: Path, out: IO[bytes] | int, *more: str) -> subprocess.Popen[bytes]:
+    (folder / "sim.yaml").write_text(SPACE)
+    return subprocess.Popen(
+        [sys.executable, "-m", "tuner", "run", "sim.yaml", *more],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=out,
+        stderr=subprocess.PIPE,
+    )
+
+
+def is_done(folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.chdir(folder)
+    store = open_study("sim")
+    try:
+        return store.data().state == "done"
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("more", [(), ("--json-log",)])
+def test_a_reader_that_goes_away_does_not_end_the_study(tmp_path, monkeypatch, more):
+    run = start(tmp_path, subprocess.PIPE, *more)
+    run.stdout.readline()
+    run.stdout.close()
+    complaint = run.stderr.read().decode()
+    assert run.wait(60) == 0, complaint
+    assert is_done(tmp_path, monkeypatch)
+    assert "Standard output could not be written (Broken pipe)" in complaint
+    assert "Traceback" not in complaint
+    assert "Exception" not in complaint
+
+
+def test_a_full_disk_under_the_output_does_not_end_the_study(tmp_path, monkeypatch):
+    with open("/dev/full", "wb") as full:
+        run = start(tmp_path, full)
+    complaint = run.stderr.read().decode()
+    assert run.wait(60) == 0, complaint
+    assert is_done(tmp_path, monkeypatch)
+    assert "No space left" in complaint
