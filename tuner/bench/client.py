@@ -260,9 +260,8 @@ class Stream(asyncio.Protocol):
         self._done(exchange)
         if self._stopped:
             return
-        if exchange.answered:
-            self.completed += 1
         if exchange.answered and not exchange.hollow:
+            self.completed += 1
             self._failures = 0
             self._next()
         else:

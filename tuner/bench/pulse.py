@@ -32,11 +32,13 @@ class Pulse:
         output = False
         for exchange in self._client.finished[self._read :]:
             self._finished_chunks += len(exchange.events)
-            output = self._new_output(exchange) or output
+            output = (self._new_output(exchange) and not exchange.hollow) or output
             self._seen.pop(exchange.number, None)
-            if not exchange.answered and exchange.end != "cancelled":
+            if (not exchange.answered or exchange.hollow) and exchange.end != "cancelled":
                 self._failed.append(exchange)
         self._read = len(self._client.finished)
+        if not self._read and all(stream.current is None for stream in self._client.streams):
+            self._last_output_ns = now  # nothing was asked yet
         chunks = self._finished_chunks
         for stream in self._client.streams:
             if stream.current is not None:
@@ -85,6 +87,8 @@ def request_failure(failed: list[Exchange]) -> Failure:
     last = next(exchange for exchange in reversed(failed) if _kind(exchange) == kind)
     said = last.body()[:300].decode("utf-8", "replace").strip()
     how = f"HTTP {last.status}" if last.status not in (0, 200) else last.error or last.end
+    if last.answered:
+        how = "HTTP 200 without a completion"
     return Failure(kind, "bench", f"{len(failed)} requests in a row failed, the last with: {how}", evidence=said)
 
 

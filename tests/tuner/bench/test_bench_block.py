@@ -189,8 +189,10 @@ def test_what_the_server_said_is_kept_as_evidence(server, fault, kind, words):
 
 
 def test_a_server_that_answers_200_with_an_error_is_not_hammered(server):
-    outcome = server.measure({"fault": "hollow"}, concurrency=2)
-    assert outcome.block is None or not outcome.block.valid
+    outcome = server.measure({"fault": "hollow"}, concurrency=2, plan=replace(QUICK, warmup_cap_s=10.0))
+    assert outcome.failure.kind == "bad_protocol"
+    assert "200 without a completion" in outcome.failure.message
+    assert "device-side assert" in outcome.failure.evidence
     # Seconds of nothing but failures, each of two streams waiting half a second in the end.
     assert len(server.told()["asked"]) < 60
 
