@@ -50,6 +50,7 @@ def ask(
     timeout_s: float,
     total_s: float | None = None,
     body: Mapping[str, Any] | None = None,
+    content: str | None = None,
     headers: Mapping[str, str] | None = None,
     limit: int = LIMIT,
     surroundings: bool = False,
@@ -63,6 +64,7 @@ def ask(
         timeout_s: for each step of the request.
         total_s: for all of it; twice `timeout_s` when None.
         body: sent as JSON.
+        content: sent as it is, in place of a body.
         headers: to send.
         limit: bytes of the answer.
         surroundings: whether proxies of the environment are used; they must not stand before a server on this machine.
@@ -77,7 +79,7 @@ def ask(
 
     async def request() -> Answer:
         async with httpx.AsyncClient(trust_env=surroundings, timeout=timeout_s, headers=sent) as client:
-            async with client.stream(method, url, json=body) as response:
+            async with client.stream(method, url, json=body, content=content) as response:
                 if response.headers.get("content-encoding", "identity").lower() != "identity":
                     raise Compressed("the answer is compressed, which was not asked for")
                 gathered = bytearray()

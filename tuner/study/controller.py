@@ -17,7 +17,7 @@ from tuner.records import Block, Candidate, Failure, LaunchRecord
 from tuner.space import Listed
 from tuner.study.crashes import CrashMemory
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData
-from tuner.study.database import finite
+from tuner.study.database import finite, storage_problem
 from tuner.study.decide import recommendation, verdicts_of
 from tuner.study.engine import StudyEngine, illegal, launch_record, not_in_effect, speculates
 from tuner.study.journal import Entry, Journal
@@ -89,6 +89,7 @@ class Controller:
         self.crashes = crashes
         self.probe = probe
         self._unsettled: StopReport | None = None
+        self._names: dict[str, str] = {}
 
     @cached_property
     def journal(self) -> Journal:
@@ -382,24 +383,45 @@ class Controller:
 
         Raises:
             StudyStopped: we were asleep, and another tuner has the study now; the block is of no use to it.
-            EnvironmentBroken: the record cannot be written. The database has the block all the same.
+            EnvironmentBroken: the record cannot be written. The database has the block all the same, or the message
+                says that it has not.
         """
         try:
             self.check()
         except StudyStopped:
             raise
-        except Exception:
-            self.journal.append(entry)  # the database does not even answer: the record is all that can be kept
+        except Exception as error:
+            # The database does not even answer: the record is all that can be kept.
+            try:
+                self.journal.append(entry)
+            except OSError as unwritable:
+                raise self._lost(entry, unwritable, error) from error
             raise
         try:
             self.journal.append(entry)
         except OSError as error:
-            self.store.put_block(entry.launch, entry.slot, entry.block)
+            try:
+                self.store.put_block(entry.launch, entry.slot, entry.block)
+            except Exception as unkept:
+                if storage_problem(unkept) is None:
+                    raise
+                raise self._lost(entry, error, unkept) from unkept
             raise EnvironmentBroken(
                 f"{self.journal.path} cannot be written: {error.strerror}. Nothing measured is lost; run the same "
                 "again once it can"
             ) from error
         return self.store.put_block(entry.launch, entry.slot, entry.block)
+
+    def _lost(self, entry: Entry, record: OSError, database: Exception) -> EnvironmentBroken:
+        """A block that is kept nowhere."""
+        candidate = entry.slot.candidate_id
+        named = self._names.get(candidate, candidate)
+        why = str(getattr(database, "orig", None) or database)
+        return EnvironmentBroken(
+            f"the last block, of {named} at concurrency {entry.block.concurrency}, is lost: neither "
+            f"{self.journal.path} ({record.strerror}) nor the database ({why}) could be written. Every block before "
+            "it is kept; run the same again with room on the disk, and this one is measured again"
+        )
 
     def _take_over(self, data: StudyData) -> None:
         """Keeps the blocks that are in the record and not in the database: a kill, or a lock, came in between."""
@@ -520,9 +542,11 @@ class Controller:
         self._say("failure", message, kind=failure.kind, blame=failure.blame)
 
     def _named(self, data: StudyData, candidate_id: str) -> str:
-        if candidate_id == data.baseline.id:
-            return "the baseline"
-        return described(data.candidates[candidate_id])
+        """A candidate in words, which are remembered for when the database cannot be asked."""
+        if candidate_id not in self._names:
+            baseline = candidate_id == data.baseline.id
+            self._names[candidate_id] = "the baseline" if baseline else described(data.candidates[candidate_id])
+        return self._names[candidate_id]
 
     def _say(self, kind: str, message: str, /, **facts: Any) -> None:
         """Tells the observer what the records show anyway."""

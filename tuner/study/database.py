@@ -49,15 +49,21 @@ BROKEN_DISK = (errno.EIO, errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
 
 
 def storage_problem(error: BaseException) -> TunerError | None:
-    """What went wrong with a study's database or files, for a person; None when the error is of another kind."""
+    """What went wrong with a study's database or files, for a person; None when the error is of another kind.
+
+    What was said first counts: an `EnvironmentBroken` in whose wake the storage failed again says more.
+    """
+    found: TunerError | None = None
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, (SQLAlchemyError, sqlite3.Error)) and (said := _database_problem(seen)) is not None:
-            return said
-        if isinstance(seen, OSError) and seen.errno in (*FULL, *FORBIDDEN, *BROKEN_DISK):
-            return _file_problem(seen)
+        if found is not None and isinstance(seen, EnvironmentBroken):
+            return seen
+        if found is None and isinstance(seen, (SQLAlchemyError, sqlite3.Error)):
+            found = _database_problem(seen)
+        if found is None and isinstance(seen, OSError) and seen.errno in (*FULL, *FORBIDDEN, *BROKEN_DISK):
+            found = _file_problem(seen)
         seen = seen.__cause__ or seen.__context__
-    return None
+    return found
 
 
 def _database_problem(error: Exception) -> TunerError | None:

@@ -7,16 +7,22 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from tuner.ask import ask
 from tuner.errors import StudyStopped
+from tuner.foreign import encodable
 from tuner.judge.text import recommendation_dict
 from tuner.space.schema import NotifySection
 from tuner.study.data import StudyData
 from tuner.study.decide import recommendation
+
+_SAID = 4096
+"""Bytes of the end of what a hook complained about that are looked at."""
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
@@ -48,34 +54,45 @@ def _event(error: BaseException | None) -> str:
 
 def notify(hook: NotifySection, told: Mapping[str, Any]) -> str | None:
     """Calls the hook; returns what went wrong, in a sentence, and never raises for a failure of the hook."""
-    text = json.dumps(told, ensure_ascii=False)
-    if hook.command:
+    text = encodable(json.dumps(told, ensure_ascii=False))
+    if not hook.command:
+        return _post(hook.url or "", text, hook.timeout_s)
+    try:
         return _run(hook.command, text, hook.timeout_s)
-    return _post(hook.url or "", text, hook.timeout_s)
+    except OSError as error:  # no room for its files
+        return f"the hook {hook.command[0]} cannot be called: {error.strerror or error}"
 
 
 def _run(command: list[str], text: str, timeout_s: float) -> str | None:
+    """Waits for the hook itself alone. What it has started and left may run on, with its output; neither is waited for.
+
+    Files, not pipes: a pipe would end only with the last process that holds it, and a hook that does not read would
+    hold us up.
+    """
     name = command[0]
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-    except (OSError, ValueError) as error:
-        return f"the hook {name} cannot be started: {getattr(error, 'strerror', None) or error}"
-    try:
-        _, complaint = process.communicate(text, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # a group of its own: what it has started goes with it
-        process.communicate()
-        return f"the hook {name} took longer than {timeout_s:g} s and was ended"
-    if process.returncode == 0:
-        return None
-    last = complaint.strip().splitlines()[-1:]
+    with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as said:
+        told.write(text.encode())
+        told.seek(0)
+        try:
+            process = subprocess.Popen(
+                command, stdin=told, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
+            )
+        except (OSError, ValueError) as error:
+            return f"the hook {name} cannot be started: {getattr(error, 'strerror', None) or error}"
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # a group of its own: what it has started goes with it
+            process.wait()
+            return f"the hook {name} took longer than {timeout_s:g} s and was ended"
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        if process.returncode == 0:
+            return None
+        said.seek(max(0, said.seek(0, os.SEEK_END) - _SAID))
+        last = said.read(_SAID).decode("utf-8", "replace").strip().splitlines()[-1:]
     return f"the hook {name} ended with status {process.returncode}" + (f": {last[0][:200]}" if last else "")
 
 
@@ -94,7 +111,7 @@ def _post(url: str, text: str, timeout_s: float) -> str | None:
         return "the hook's address is not a URL"
     headers = {"Content-Type": "application/json"}
     try:
-        answer = httpx.post(full, content=text.encode(), headers=headers, timeout=timeout_s)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        answer = ask("POST", full, content=text, headers=headers, timeout_s=timeout_s, surroundings=True)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         return f"the hook at {host} did not answer: {type(error).__name__}"
-    return None if answer.is_success else f"the hook at {host} answered {answer.status_code}"
+    return None if 200 <= answer.status < 300 else f"the hook at {host} answered {answer.status}"

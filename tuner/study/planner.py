@@ -310,7 +310,9 @@ def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int 
     if len(data.measured) >= data.budget.candidates:
         return f"{len(data.measured)} of {data.budget.candidates} candidates tried"
     if used + needs > data.budget.launches - reserve:
-        kept = f", {reserve} kept for confirmation" if reserve else ""
+        works = any(trial.feasible and trial.value is not None for trial in data.measured)
+        kept = f", {reserve} kept for confirmation" if works else f", {reserve} left over: no candidate works"
+        kept = kept if reserve else ""
         return f"{used} of {data.budget.launches} launches used{kept}"
     if exhausted:
         return "every candidate of the space has been tried"

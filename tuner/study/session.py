@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.errors import UsageError
+from tuner.errors import EnvironmentBroken, UsageError
 from tuner.space import Outside, Space, differences, load_space
 from tuner.study.calibrate import known_pairs
 from tuner.study.controller import Controller
@@ -286,9 +287,12 @@ def run_study(
         passing = Clock(store.clock())
         store.clock, world = passing, SimulatedWorld(space, seed_of(before.seed, len(before.launches)), passing)
 
+    there = _database_file(store)
+
     def controlled(lease: Lease) -> Controller:
         def check() -> None:
             interrupts.check()
+            _refuse_deleted(store, there)
             lease.check()
 
         return Controller(
@@ -311,6 +315,7 @@ def run_study(
                 _warn(store, observer, "shared_machine", other)
                 _warn(store, observer, "storage", _unsafe_storage(store))
                 data = _run(store, controlled(lease))
+                _refuse_deleted(store, there)
         except UsageError:
             raise  # nothing was started
         except BaseException as error:
@@ -339,6 +344,29 @@ def _warn(store: StudyStore, observer: Observer, kind: str, sentence: str | None
     if sentence:
         store.event(kind, sentence)
         observer.event(Event(kind, sentence))
+
+
+def _database_file(store: StudyStore) -> tuple[int, int] | None:
+    """Which file the study's database is; None where it is none, or is not there."""
+    file = store.engine.url.database if store.engine.dialect.name == "sqlite" else None
+    try:
+        found = os.stat(file) if file and file != ":memory:" else None
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino) if found else None
+
+
+def _refuse_deleted(store: StudyStore, there: tuple[int, int] | None) -> None:
+    """Raises when the database is not the file any more that it was: what is written goes nowhere.
+
+    Raises:
+        EnvironmentBroken: it was deleted, moved or replaced.
+    """
+    if there is not None and _database_file(store) != there:
+        raise EnvironmentBroken(
+            f"the study's database {store.engine.url.database} is gone: it was deleted, moved or replaced while the "
+            "study ran, and what was measured is lost with it. Put it back, or begin anew"
+        )
 
 
 def _unsafe_storage(store: StudyStore) -> str | None:

@@ -1,6 +1,8 @@
 """Faults of the storage as a user meets them: a message, exit code 2 or 3, no traceback, and every block intact."""
 
+import errno
 import resource
+import shutil
 import sqlite3
 
 import pytest
@@ -101,6 +103,37 @@ def test_a_full_disk(machine, monkeypatch):  # noqa: F811
         fault(tuner("run", "toy.yaml"), 3, "full", "tuner resume toy")
     assert not machine.running
     goes_on(machine, blocks())
+
+
+def test_a_block_that_could_be_kept_nowhere_is_named(machine, monkeypatch):  # noqa: F811
+    def fill(store):
+        @sa.event.listens_for(store.engine, "begin")
+        def query_only(connection):
+            connection.connection.execute("pragma query_only = on")
+
+        def full(self, entry):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patched.setattr("tuner.study.journal.Journal.append", full)
+
+    with monkeypatch.context() as patched:
+        at_block(1, patched, fill)
+        result = tuner("run", "toy.yaml")
+    fault(
+        result, 3, "the last block, of the baseline at concurrency", "is lost", "before it is kept", "tuner resume toy"
+    )
+    assert "Everything measured is kept" not in result.output
+    assert len(blocks()) == 1
+
+
+def test_a_study_that_is_deleted_while_it_runs_is_no_success(machine, monkeypatch):  # noqa: F811
+    def delete(store):
+        shutil.rmtree("studies/toy")
+
+    with monkeypatch.context() as patched:
+        at_block(3, patched, delete)
+        fault(tuner("run", "toy.yaml"), 3, "study.db", "is gone")
+    assert not machine.running
 
 
 def test_files_may_not_grow_any_more(machine, monkeypatch):  # noqa: F811

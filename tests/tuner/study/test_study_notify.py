@@ -86,6 +86,26 @@ def test_a_hook_that_hangs_is_ended_with_its_children():
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize("left", ["sleep 20 &", "setsid sleep 20 &"])
+def test_what_a_hook_leaves_running_is_not_waited_for(left):
+    began = time.monotonic()
+    assert notify(NotifySection(command=["sh", "-c", f"{left} exit 0"], timeout_s=15), {}) is None
+    assert time.monotonic() - began < 10
+
+
+def test_what_outlives_a_hook_that_is_ended_does_not_hold_us_up():
+    began = time.monotonic()
+    hook = NotifySection(command=["sh", "-c", "setsid sleep 20 & sleep 20"], timeout_s=0.3)
+    assert "longer than 0.3 s" in notify(hook, {})
+    assert time.monotonic() - began < 10
+
+
+def test_a_hook_may_complain_in_any_bytes_and_be_told_any_text():
+    complains = NotifySection(command=["sh", "-c", r"printf '\377\376 bad' >&2; exit 3"])
+    assert notify(complains, {}).endswith("status 3: \ufffd\ufffd bad")
+    assert notify(NotifySection(command=["true"]), {"message": "half \ud83d"}) is None
+
+
 def test_a_hook_that_is_not_there_or_reads_nothing():
     assert "cannot be started" in notify(NotifySection(command=["/gone/hook"]), {})
     assert notify(NotifySection(command=["true"]), {"message": "x" * 1_000_000}) is None
