@@ -461,6 +461,12 @@ class Controller:
         if report is not None and report.unclean:
             self._event("unclean_stop", f"launch {launch} has ended, but {'; '.join(report.unclean)}")
             self._unsettled = report
+        if unclaimed := getattr(report, "segments_unclaimed", ()):  # only a real machine's report has them
+            self._event(
+                "unclaimed_segments",
+                f"shared memory {', '.join(unclaimed)} came up during launch {launch}, and nobody holds it. "
+                "It may be another program's, so it was left in /dev/shm; remove it if no program of yours keeps it",
+            )
 
     def _settle(self) -> None:
         """Before a launch: what an earlier one left must be gone, or the next would fail for no fault of its own.

@@ -50,6 +50,15 @@ def test_an_unclean_stop_is_settled_before_the_next_launch_and_blamed_on_nobody(
     assert not [launch for launch in data.launches if launch.failure]
 
 
+def test_shared_memory_that_may_be_a_servers_is_told_of_and_delays_nothing(tmp_path):
+    machine = ToyMachine(report=Report(segments_unclaimed=("psm_0badcafe",)))
+    data = controller(study(tmp_path, space(machine_space(), SMALL)), machine, policy=POLICY).run()
+    said = [event for event in data.events if event.kind == "unclaimed_segments"]
+    assert len(said) == len(machine.starts)
+    assert "psm_0badcafe" in said[0].message
+    assert not [event for event in data.events if event.kind == "settled"]
+
+
 def machine_space():
     from tests.tuner.study.toy_study import SPACE
 

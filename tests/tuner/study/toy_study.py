@@ -123,6 +123,7 @@ class Report:
     exit_status: int | None = 0
     escalated: bool = False
     unclean: tuple[str, ...] = ()
+    segments_unclaimed: tuple[str, ...] = ()
 
 
 class ToyServer:
