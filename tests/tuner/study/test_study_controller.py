@@ -445,3 +445,9 @@ def test_whoever_sends_sigterm_is_no_fault_of_the_candidate(tmp_path):
     )
     with pytest.raises(EnvironmentBroken, match="killed_externally"):
         run(tmp_path, ToyMachine(fails=ended), policy=QUICK)
+
+
+def test_what_no_working_candidate_can_use_is_not_said_to_be_kept_for_a_confirmation(tmp_path):
+    broken = fails("ready", when=lambda settings, count: settings["speculation"] != "none")
+    data, _, _ = run(tmp_path, ToyMachine(fails=broken), the_space=space(SPACE, "budget.launches=4"), policy=QUICK)
+    assert data.reason == "2 of 4 launches used, 2 left over: no candidate works"
