@@ -56,7 +56,7 @@ _READ_STEP = 1 << 16
 """Bytes read between two looks that count as progress of loading."""
 
 _LOOK_S = 1.0
-"""Between two looks at the family while it runs, or longer where a look takes more than 2 % of that."""
+"""Between two looks at the family while it runs, or longer where a look takes more than 1 % of that."""
 
 _PROMPT = "Count on: one two three one two three one two three one two"
 """A prompt that repeats itself, so that a drafter which looks things up has something to draft from."""
@@ -609,7 +609,7 @@ class Server:
         while not self._ended.wait(wait):
             began = time.thread_time()
             self._look()
-            wait = max(_LOOK_S, 50 * (time.thread_time() - began))
+            wait = max(_LOOK_S, 100 * (time.thread_time() - began))
 
     # -- stopping -----------------------------------------------------------------------------------------------
 
