@@ -299,8 +299,11 @@ class _BlockRun:
         await self._until(over)
         still = waiting()
         seconds = (monotonic_ns() - begin) / NS
+        advice = "slow for this load, or busy with something else: end that, or lower max_tokens or the concurrency"
         detail = (
-            f"{still} after {seconds:.0f} s of warm-up" if still else "every stream finished a request; rate steady"
+            f"{still} after {seconds:.0f} s of warm-up; the machine is {advice}"
+            if still
+            else "every stream finished a request; rate steady"
         )
         return seconds, not still, detail
 

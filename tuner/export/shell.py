@@ -61,7 +61,10 @@ def _head(record: LaunchRecord, provenance: Provenance) -> list[str]:
         lines.append("#   SIMULATED: these figures come from a model of a machine, not from a measurement")
     movable = [name for name, can in (("HOST", host), ("PORT", port)) if can]
     if movable:
-        lines += ["#", f"# {' and '.join(movable)} in the environment move the server; nothing else changes."]
+        lines += [
+            "#",
+            f"# {' and '.join(movable)} in the environment {'move' if len(movable) > 1 else 'moves'} the server; nothing else changes.",
+        ]
     return [*lines, "set -eu"]
 
 
