@@ -63,7 +63,8 @@ def _head(record: LaunchRecord, provenance: Provenance) -> list[str]:
     if movable:
         lines += [
             "#",
-            f"# {' and '.join(movable)} in the environment {'move' if len(movable) > 1 else 'moves'} the server; nothing else changes.",
+            verb = "move" if len(movable) > 1 else "moves"
+            lines += ["#", f"# {' and '.join(movable)} in the environment {verb} the server; nothing else changes."]
         ]
     return [*lines, "set -eu"]
 
