@@ -61,11 +61,8 @@ def _head(record: LaunchRecord, provenance: Provenance) -> list[str]:
         lines.append("#   SIMULATED: these figures come from a model of a machine, not from a measurement")
     movable = [name for name, can in (("HOST", host), ("PORT", port)) if can]
     if movable:
-        lines += [
-            "#",
-            verb = "move" if len(movable) > 1 else "moves"
-            lines += ["#", f"# {' and '.join(movable)} in the environment {verb} the server; nothing else changes."]
-        ]
+        verb = "move" if len(movable) > 1 else "moves"
+        lines += ["#", f"# {' and '.join(movable)} in the environment {verb} the server; nothing else changes."]
     return [*lines, "set -eu"]
 
 
