@@ -48,6 +48,8 @@ class Tuner:
             stdout=subprocess.PIPE if terminal is None else terminal,
             stderr=subprocess.STDOUT,
             text=True,
+            # The tests themselves may run where SIGHUP is ignored (nohup), and a child would inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 
     def wait_for_block(self, launch: int = 1) -> None:
