@@ -55,7 +55,9 @@ def run(core: Core, settings: dict[str, object], prompts: Sequence[Sequence[int]
     while min(core.scheduler.waiting, 1) or any(n == tokens for n in left.values()):
         for update in core.scheduler.step():
             left[update.rid] -= len(update.token_ids)
-    reconfigure(core, {})
+    _, landed = reconfigure(core, {})  # a new window of counters; with overlap a round was in flight
+    for update in landed:
+        left[update.rid] -= len(update.token_ids)
     began, made = time.perf_counter(), 0
     while all(left.values()):  # at full concurrency alone
         for update in core.scheduler.step():
