@@ -252,6 +252,15 @@ def _paths(expected: Mapping[str, Setting], paths: Any, known: set[str]) -> list
     return found
 
 
+def value_problems(values: Mapping[str, Any], known: Mapping[str, SettingSpec]) -> list[str]:
+    """What is wrong with each value by itself; unknown names are `unknown_names`' to tell."""
+    return [
+        f"{name}: {problem}"
+        for name, value in values.items()
+        if name in known and (problem := known[name].problem(value))
+    ]
+
+
 def duplicates(args: Mapping[str, Any], settings: Mapping[str, Setting]) -> list[str]:
     """Settings that are both fixed and tried: of the two, the last one on a command line would win unseen."""
     return [f"{name}: is both in engine.args and among the settings; keep one" for name in args if name in settings]

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tuner.engines.base import Mismatch, SettingSpec, compare, duplicates, env_problems, unknown_names
+from tuner.engines.base import Mismatch, SettingSpec, compare, duplicates, env_problems, unknown_names, value_problems
 from tuner.engines.speculation import draft_tokens, shape_problems
 from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import LaunchRecord, Setting
@@ -74,9 +74,7 @@ class BundledEngine:
         """See `Engine.problems`."""
         values = {**args, **settings}
         found = duplicates(args, settings) + unknown_names(values, self.settings)
-        for name, value in values.items():
-            if name in self.settings and (problem := self.settings[name].problem(value)):
-                found.append(f"{name}: {problem}")
+        found += value_problems(values, self.settings)
         return found or shape_problems(values, _CHAINS, tuple(_SPECULATION))
 
     def record(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tuner.engines import installed
-from tuner.engines.base import Mismatch, SettingSpec, compare, duplicates, env_problems, unknown_names
+from tuner.engines.base import Mismatch, SettingSpec, compare, duplicates, env_problems, unknown_names, value_problems
 from tuner.engines.flags import extra_problems
 from tuner.engines.installed import Program
 from tuner.engines.neutral import SPECULATIVE
@@ -33,7 +34,7 @@ class Told:
     files: dict[str, str] = field(default_factory=dict)
 
 
-class ServedEngine:
+class ServedEngine(ABC):
     """An engine of its own, found in PATH or where `engine.args.program` says. Subclasses say what is its own.
 
     `chains` are the drafters that do not branch; `owned` maps each flag that the adapter writes to what says it;
@@ -53,29 +54,29 @@ class ServedEngine:
 
     # -- what subclasses say ------------------------------------------------------------------------------------
 
+    @abstractmethod
     def program(self, args: Mapping[str, Any]) -> Program:
         """How it is started."""
-        raise NotImplementedError
 
+    @abstractmethod
     def completed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The settings with all that a rule of the engine would choose otherwise."""
-        raise NotImplementedError
 
+    @abstractmethod
     def own_problems(self, values: Mapping[str, Any]) -> list[str]:
         """What is wrong with the completed settings on this engine."""
-        raise NotImplementedError
 
+    @abstractmethod
     def told(self, values: Mapping[str, Any]) -> Told:
         """How the completed settings are said."""
-        raise NotImplementedError
 
+    @abstractmethod
     def address(self, model: str, served: str, host: str, port: int) -> list[str]:
         """The arguments that say which model and where to listen."""
-        raise NotImplementedError
 
+    @abstractmethod
     def effective(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """What the server says of itself, by neutral name. Raises nothing, whatever the server says."""
-        raise NotImplementedError
 
     # -- the same for all ---------------------------------------------------------------------------------------
 
@@ -83,9 +84,7 @@ class ServedEngine:
         """See `Engine.problems`."""
         values = {**{name: value for name, value in args.items() if name not in OWN}, **settings}
         found = duplicates(args, settings) + unknown_names(values, self.settings)
-        for name, value in values.items():
-            if name in self.settings and (problem := self.settings[name].problem(value)):
-                found.append(f"{name}: {problem}")
+        found += value_problems(values, self.settings)
         found += extra_problems(args.get("extra", []), self.owned)
         if isinstance(program := args.get("program", "x"), (list, tuple)) and not program:
             found.append("program: is empty; name the engine's program")
