@@ -38,7 +38,9 @@ SPACE = {
 class Tuner:
     """A tuner at work in a folder of its own."""
 
-    def __init__(self, folder: Path, *arguments: str, terminal: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, terminal: int | None = None, hangup: signal.Handlers = signal.SIG_DFL
+    ) -> None:
         self.folder = folder
         (folder / "real.yaml").write_text(json.dumps(SPACE))
         self.process = subprocess.Popen(
@@ -49,7 +51,7 @@ class Tuner:
             stderr=subprocess.STDOUT,
             text=True,
             # The tests themselves may run where SIGHUP is ignored (nohup), and a child would inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
         )
 
     def wait_for_block(self, launch: int = 1) -> None:
@@ -92,8 +94,8 @@ class Tuner:
 def tuner(tmp_path):
     started: list[Tuner] = []
 
-    def start(*arguments: str, terminal: int | None = None) -> Tuner:
-        started.append(Tuner(tmp_path, *arguments, terminal=terminal))
+    def start(*arguments: str, **settings: object) -> Tuner:
+        started.append(Tuner(tmp_path, *arguments, **settings))  # type: ignore[arg-type]
         return started[-1]
 
     yield start
@@ -136,11 +138,7 @@ def test_a_tuner_whose_terminal_is_closed_stops_its_server(tuner, tmp_path):
 
 
 def test_nohup_is_heeded(tuner):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        run = tuner("run", "real.yaml")
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    run = tuner("run", "real.yaml", hangup=signal.SIG_IGN)
     run.wait_for_block()
     run.process.send_signal(signal.SIGHUP)
     time.sleep(0.5)
