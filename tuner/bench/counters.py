@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -15,7 +15,8 @@ class Dialect:
     `generated` is None where the engine counts tokens only when a request ends (SGLang, llama-server), which says
     nothing about a window. Accept length is 1 + accepted / steps, or emitted / steps where `emitted` is counted
     instead. `exactly` is labelled with the number of drafts that a step accepted, `at_least` with the position of an
-    accepted draft, from 0.
+    accepted draft, from 0. `rounds` counts forwards of the whole batch, `seconds` names where the model process spends
+    its time: what → counter of seconds.
     """
 
     engine: str
@@ -25,11 +26,14 @@ class Dialect:
     emitted: str | None = None
     exactly: tuple[str, str] | None = None
     at_least: tuple[str, str] | None = None
+    rounds: str | None = None
+    seconds: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def totals(self) -> tuple[str, ...]:
         """Names of the counters that are summed over their labels."""
-        return tuple(name for name in (self.generated, self.steps, self.accepted, self.emitted) if name)
+        counts = (self.generated, self.steps, self.accepted, self.emitted, self.rounds)
+        return (*(name for name in counts if name), *self.seconds.values())
 
 
 DIALECTS = (
@@ -39,6 +43,8 @@ DIALECTS = (
         steps="engine_spec_verify_steps_total",
         accepted="engine_spec_accepted_tokens_total",
         exactly=("engine_spec_rounds_by_accepted_total", "accepted"),
+        rounds="engine_rounds_total",
+        seconds={part: f"engine_{part}_seconds_total" for part in ("draft", "forward", "extend", "other")},
     ),
     Dialect(
         "vllm",
@@ -109,7 +115,8 @@ def parse_snapshot(page: bytes, asked_ns: int, answered_ns: int) -> Snapshot | N
 class CounterDelta:
     """What the server counted between two snapshots. None: it does not count that.
 
-    `accepted_at_depth[d - 1]` is how many verify steps accepted at least d drafts; empty where that is not told.
+    `accepted_at_depth[d - 1]` is how many verify steps accepted at least d drafts; empty where that is not told, as are
+    the `seconds` by what they were spent on.
     """
 
     start_ns: int
@@ -120,6 +127,8 @@ class CounterDelta:
     accepted: float | None
     emitted: float | None
     accepted_at_depth: tuple[float, ...] = ()
+    rounds: float | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def accept_length(self) -> float | None:
@@ -155,6 +164,8 @@ def delta(before: Snapshot | None, after: Snapshot | None) -> CounterDelta | Non
         accepted=change(dialect.accepted),
         emitted=change(dialect.emitted),
         accepted_at_depth=_by_depth(dialect, changes),
+        rounds=change(dialect.rounds),
+        seconds={part: changes[name] for part, name in dialect.seconds.items() if name in changes},
     )
 
 

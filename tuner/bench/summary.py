@@ -107,6 +107,8 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
             "server_verify_steps": change.steps,
             "server_accepted": change.accepted,
             "server_emitted": change.emitted,
+            "server_rounds": change.rounds,
+            **{f"server_{part}_s": spent for part, spent in change.seconds.items()},
         }
         counters |= {name: value for name, value in told.items() if value is not None}
         counters |= {f"accepted_at_depth_{i}": count for i, count in enumerate(change.accepted_at_depth, start=1)}

@@ -181,3 +181,6 @@ leases = Table(
     Column("renewed_at", Float, nullable=False),
     Column("expires_at", Float, nullable=False),
 )
+
+MADE_WHEN_NEEDED = (quality,)
+"""Tables that a database of this version may lack: they come with their first row, and reading does without them."""

@@ -95,3 +95,16 @@ def test_a_restart_between_the_readings_is_noticed():
 def test_a_page_with_counts_that_are_none_is_no_page(value):
     page = f"engine_spec_verify_steps_total 3\nengine_generated_tokens_total {value}\n".encode()
     assert parse_snapshot(page, 0, 1) is None
+
+
+def test_seconds_and_rounds_of_the_model_process_are_those_of_the_window() -> None:
+    def page(rounds: int, draft: float, forward: float) -> bytes:
+        return (
+            f"engine_generated_tokens_total {10 * rounds}\nengine_rounds_total {rounds}\n"
+            f"engine_draft_seconds_total {draft}\nengine_forward_seconds_total {forward}\n"
+        ).encode()
+
+    change = delta(parse_snapshot(page(10, 0.5, 2.0), 0, 1), parse_snapshot(page(30, 0.75, 6.0), 10, 11))
+    assert change is not None
+    assert change.rounds == 20
+    assert change.seconds == {"draft": 0.25, "forward": 4.0}
