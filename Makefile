@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+JOBS   ?= 2
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
@@ -18,11 +19,16 @@ run: $(READY) ## tune the bundled engine on this machine, then print the report 
 	@echo "Report:    studies/quickstart/report.md"
 	@echo "Artefact:  studies/quickstart/export/run.sh"
 
+# Tests that measure time have the machine to themselves; the others run side by side.
+SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
+
 test: $(READY) ## the tests that gate every change: minutes, no GPU
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not gpu and not timing"
+	$(BIN)/python -m pytest -m "timing and not slow and not gpu"
 
 test-all: $(READY) ## every test; what could not run here is listed at the end
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not timing"
+	$(BIN)/python -m pytest -m timing
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -104,6 +104,7 @@ def test_random_arrivals_ends_and_aborts_leave_every_output_as_it_is(
     assert len(outputs.keys() & plain.keys()) >= 9
 
 
+@pytest.mark.timing
 def test_scheduler_and_lane_work_at_the_same_time(make_core: Callable[..., Core], head_file: Path) -> None:
     """While a round runs on the lane, the scheduler hands out the tokens of the round before it."""
     core = make_core(replace(SPECS[2], draft_head=str(head_file)), max_running_requests=32)

@@ -223,6 +223,7 @@ def test_shared_memory_of_a_killed_server_is_removed_and_nobody_elses(launch: La
         mine.unlink(missing_ok=True)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("phase", ["ready", "bench"])
 def test_a_dead_server_is_noticed_within_a_second(launch: Launch, phase: str) -> None:
     server = launch("never_ready" if phase == "ready" else "healthy")
@@ -397,6 +398,7 @@ def test_a_server_that_somebody_else_ends_is_not_held_against_the_candidate(laun
     assert (failure.kind, failure.blame, failure.retryable) == ("killed_externally", "environment", True)
 
 
+@pytest.mark.timing
 def test_death_is_noticed_within_a_fifth_of_a_second(launch: Launch) -> None:
     server = launch("hangs_on_completion")
     server.wait_ready()

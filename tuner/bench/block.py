@@ -15,6 +15,7 @@ from typing import Literal
 
 from tuner.bench.client import Exchange, LoadClient, Target, exchange_once
 from tuner.bench.counters import Snapshot, parse_snapshot
+from tuner.bench.fleet import Fleet, FleetBroken, processes_needed
 from tuner.bench.plan import WindowPlan
 from tuner.bench.prompts import Prompt
 from tuner.bench.pulse import NS, LagMeter, Pulse, request_failure
@@ -118,6 +119,15 @@ class _Ended(Exception):
         self.failure = failure
 
 
+@dataclass(frozen=True)
+class _WarmUp:
+    """How long it took, whether it is done, and if not why not."""
+
+    seconds: float
+    done: bool
+    detail: str
+
+
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """A garbage collection inside the window would be stamped onto whatever arrived during it."""
@@ -158,7 +168,7 @@ class _BlockRun:
         self.phase: Phase = "probe"
         self.phase_start_ns = monotonic_ns()
         self.phase_s = 0.0
-        self.client: LoadClient | None = None
+        self.client: LoadClient | Fleet | None = None
         self.pulse: Pulse | None = None
         self.next_look = 0
         self.next_report = 0
@@ -221,35 +231,34 @@ class _BlockRun:
     # -- load --------------------------------------------------------------------------------------------------------
 
     async def _load(self, sampling: Sampling) -> Recording:
-        requests = request_sequence(
-            self.target,
-            sampling,
-            self.prompts,
-            concurrency=self.concurrency,
-            seed=self.seed,
-            api_key=self.api_key,
-        )
-        client = self.client = LoadClient(self.target, self.concurrency, requests)
-        pulse = self.pulse = Pulse(client)
+        """In one process, or in several where the warm-up shows that one cannot take what the server sends."""
+        client = await self._client(sampling, 1)
         lag = LagMeter()
         try:
             with _no_collection():
-                client.start(self.plan.ramp_s if self.concurrency > 1 else 0.0)
-                warmup_s, warm, detail = await self._warm_up(client, pulse)
+                warmup = await self._begin(client)
+                if (processes := self._processes_needed()) > 1:
+                    await client.close()
+                    client = await self._client(sampling, processes)
+                    warmup = await self._begin(client)
                 window_s = self.plan.window_for(_mean_request_s(client.finished, self.sampling.max_tokens))
                 before = asyncio.create_task(self._snapshot())
                 started_at, start_ns = time.time(), monotonic_ns()
-                cpu, process_cpu = time.thread_time(), time.process_time()
+                loops, process_cpu = client.cpu_times_s(), time.process_time()
                 end_ns = start_ns + int(window_s * NS)
                 self._enter("window", window_s)
                 await self._until(lambda: monotonic_ns() >= end_ns)
                 after = asyncio.create_task(self._snapshot())
-                cpu_s, process_cpu_s = time.thread_time() - cpu, time.process_time() - process_cpu
+                loops_s = [now - then for now, then in zip(client.cpu_times_s(), loops, strict=True)]
+                process_cpu_s = time.process_time() - process_cpu
                 cpu_window_s = (monotonic_ns() - start_ns) / NS
                 await self._tail(client, end_ns, after)
         finally:
-            client.stop()
+            await client.close()
             lag.stop()
+        if isinstance(client, Fleet):
+            process_cpu_s += sum(loops_s)
+        lags_s = client.lags_s if isinstance(client, Fleet) else lag.lags_s
         # The counters may have been read a moment before the window; what ended before that is of no use.
         traces = tuple(read_exchange(exchange) for exchange in client.finished if exchange.end_ns > start_ns - NS)
         idle = [e.idle_ns for e in client.finished if e.idle_ns and start_ns <= e.sent_ns < end_ns]
@@ -261,25 +270,60 @@ class _BlockRun:
             started_at=started_at,
             start_ns=start_ns,
             end_ns=end_ns,
-            warmup_s=warmup_s,
-            warm=warm,
-            warm_detail=detail,
-            client_cpu_s=cpu_s * window_s / cpu_window_s,
+            warmup_s=warmup.seconds,
+            warm=warmup.done,
+            warm_detail=warmup.detail,
+            client_cpu_s=max(loops_s) * window_s / cpu_window_s,
             process_cpu_s=process_cpu_s * window_s / cpu_window_s,
             server_is_local=is_local(self.target.host),
             turnaround_s=sum(idle) / len(idle) / NS if idle else 0.0,
-            lags_s=tuple(lag.lags_s(start_ns, end_ns)),
+            lags_s=tuple(lags_s(start_ns, end_ns)),
             edge_lag_s=max(
-                lag.lags_s(start_ns - edge, start_ns + edge) + lag.lags_s(end_ns - edge, end_ns + edge), default=0.0
+                lags_s(start_ns - edge, start_ns + edge) + lags_s(end_ns - edge, end_ns + edge), default=0.0
             ),
             connections=client.connections,
             before=await before,
             after=await after,
-            ceiling_events_per_s=self.ceiling_events_per_s,
+            ceiling_events_per_s=self.ceiling_events_per_s and self.ceiling_events_per_s * len(loops_s),
+            client_processes=len(loops_s),
         )
 
-    async def _warm_up(self, client: LoadClient, pulse: Pulse) -> tuple[float, bool, str]:
-        """Returns the seconds it took, whether it is done, and if not why not."""
+    async def _client(self, sampling: Sampling, processes: int) -> LoadClient | Fleet:
+        if processes > 1:
+            try:
+                return await Fleet.begin(
+                    self.target,
+                    sampling,
+                    self.prompts,
+                    concurrency=self.concurrency,
+                    seed=self.seed,
+                    api_key=self.api_key,
+                    processes=processes,
+                )
+            except FleetBroken as error:
+                raise _Ended(_broken(str(error))) from error
+        requests = request_sequence(
+            self.target,
+            sampling,
+            self.prompts,
+            concurrency=self.concurrency,
+            seed=self.seed,
+            api_key=self.api_key,
+        )
+        return LoadClient(self.target, self.concurrency, requests)
+
+    def _processes_needed(self) -> int:
+        now = monotonic_ns()
+        span_s = max(self.plan.steady_span_s, 3 * LOOK_EVERY_S)
+        rate = self.pulse.chunk_rate(now - int(span_s * NS), now) if self.pulse else None
+        return min(self.concurrency, processes_needed(rate or 0.0, self.ceiling_events_per_s))
+
+    async def _begin(self, client: LoadClient | Fleet) -> _WarmUp:
+        self.client, self.pulse = client, Pulse(client)
+        client.start(self.plan.ramp_s if self.concurrency > 1 else 0.0)
+        return await self._warm_up(client, self.pulse)
+
+    async def _warm_up(self, client: LoadClient | Fleet, pulse: Pulse) -> _WarmUp:
         plan = self.plan
         self._enter("warm-up", plan.warmup_s)
         begin = self.phase_start_ns
@@ -305,7 +349,7 @@ class _BlockRun:
             if still
             else "every stream finished a request; rate steady"
         )
-        return seconds, not still, detail
+        return _WarmUp(seconds, not still, detail)
 
     def _steady(self, pulse: Pulse) -> bool:
         now = monotonic_ns()
@@ -314,7 +358,7 @@ class _BlockRun:
         earlier = pulse.chunk_rate(now - 2 * span, now - span)
         return not recent or earlier is None or recent <= self.plan.steady_growth * earlier
 
-    async def _tail(self, client: LoadClient, end_ns: int, after: asyncio.Task[Snapshot | None]) -> None:
+    async def _tail(self, client: LoadClient | Fleet, end_ns: int, after: asyncio.Task[Snapshot | None]) -> None:
         """Load stays on until each stream's chunk across the window's end is in, and the counters are read.
 
         Where usage comes only at a request's end, the requests under way must end before their tokens are known.
@@ -368,6 +412,8 @@ class _BlockRun:
         failure = self.server_failure()
         if failure is not None:
             raise _Ended(failure)
+        if isinstance(self.client, Fleet) and self.client.broken:
+            raise _Ended(_broken(self.client.broken))
         if self.pulse is not None and self.client is not None:
             self.pulse.look()
             failure = self.pulse.failure(self.plan.stall_s)
@@ -387,6 +433,10 @@ class _BlockRun:
         rate = self.pulse.chunk_rate(now - 2 * NS, now) if self.pulse else None
         elapsed = (now - self.phase_start_ns) / NS
         self.on_progress(BlockProgress(self.phase, elapsed, self.phase_s, good, len(finished) - good, rate))
+
+
+def _broken(what: str) -> Failure:
+    return Failure("transient_env", "bench", what, retryable=True, blame="environment")
 
 
 def is_local(host: str) -> bool:

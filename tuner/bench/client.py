@@ -12,7 +12,8 @@ import contextlib
 import os
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Literal, cast
@@ -325,9 +326,15 @@ class LoadClient:
 
     def start(self, ramp_s: float) -> None:
         """Start the streams, spread evenly over `ramp_s`, so that prompts do not arrive as one burst."""
-        loop = asyncio.get_running_loop()
         step = ramp_s / len(self.streams)
-        self._pending = [loop.call_later(i * step, stream.start) for i, stream in enumerate(self.streams)]
+        self.start_after([i * step for i in range(len(self.streams))])
+
+    def start_after(self, delays_s: Sequence[float]) -> None:
+        """Start each stream after its delay."""
+        loop = asyncio.get_running_loop()
+        self._pending = [
+            loop.call_later(delay, stream.start) for delay, stream in zip(delays_s, self.streams, strict=True)
+        ]
 
     def stop(self) -> None:
         """Close every connection. Requests under way end as `cancelled`."""
@@ -336,10 +343,18 @@ class LoadClient:
         for stream in self.streams:
             stream.stop()
 
+    async def close(self) -> None:
+        """As `stop`."""
+        self.stop()
+
     @property
     def connections(self) -> int:
         """Connections opened so far."""
         return sum(stream.connections for stream in self.streams)
+
+    def cpu_times_s(self) -> tuple[float, ...]:
+        """CPU seconds of this thread, which runs the streams."""
+        return (time.thread_time(),)
 
     @property
     def unreachable(self) -> bool:

@@ -25,7 +25,7 @@ MAX_CLIENT_BUSY = 0.5
 """CPU time of the client's loop / wall time. Above it, queues form in the client, and its times are its own."""
 
 MAX_CEILING_SHARE = 1 / 3
-"""Events a second of the window / what the self-test found one process of the client to take. Above it, the client has
+"""Events a second of the window / what the self-test found the client's processes to take. Above it, the client has
 no headroom for bursts, and every decode step is a burst."""
 
 MAX_CLIENT_STEAL = 0.04

@@ -7,6 +7,7 @@ from collections import Counter
 from time import monotonic_ns
 
 from tuner.bench.client import Exchange, LoadClient
+from tuner.bench.fleet import Fleet
 from tuner.records import Failure
 
 NS = 1_000_000_000
@@ -17,7 +18,7 @@ FAILING_FOR_S = 3.0
 class Pulse:
     """Looks, a few times a second, at what arrived since the last look; never parses it."""
 
-    def __init__(self, client: LoadClient) -> None:
+    def __init__(self, client: LoadClient | Fleet) -> None:
         self.samples: list[tuple[int, int]] = []
         self._client = client
         self._read = 0

@@ -40,6 +40,7 @@ class Recording:
     before: Snapshot | None
     after: Snapshot | None
     ceiling_events_per_s: float | None = None
+    client_processes: int = 1
 
 
 def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
@@ -90,6 +91,7 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
     counters = {
         "client_cpu_s": seen.client_cpu_s,
         "process_cpu_s": seen.process_cpu_s,
+        "client_processes": float(seen.client_processes),
         "connections": float(seen.connections),
         "chunks": chunks,
         "turnaround_ms": 1000 * seen.turnaround_s,

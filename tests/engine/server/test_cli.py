@@ -12,6 +12,7 @@ def _run(*arguments: str):
     return CliRunner().invoke(app, list(arguments))
 
 
+@pytest.mark.timing
 def test_help_is_there_within_a_second_and_without_torch():
     code = (
         "import sys, engine.cli; sys.argv = ['engine', '--help']\ntry: engine.cli.main()\nfinally: print(*sys.modules)"

@@ -1,9 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from bench_harness import Server
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A block's figures are about time, all of them."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.timing)
 
 
 @pytest.fixture(scope="session")
