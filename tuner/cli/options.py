@@ -9,7 +9,13 @@ import typer
 Study = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study; `tuner list` shows them.")]
 Storage = Annotated[
     str | None,
-    typer.Option("--storage", metavar="URL", help="Database of the study. Default: sqlite:///studies/NAME/study.db"),
+    typer.Option(
+        "--storage",
+        metavar="URL",
+        envvar="TUNER_STORAGE",
+        show_envvar=True,
+        help="Database of the study. Default: sqlite:///studies/NAME/study.db",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the space file; repeatable.")

@@ -58,6 +58,7 @@ def carry_out(
     """Runs a study to its end and prints the answer; says how to go on when it is interrupted."""
     from tuner.cli.watch import watching
     from tuner.judge.text import recommendation_dict, recommendation_lines
+    from tuner.study.address import option
     from tuner.study.crashes import CrashMemory
     from tuner.study.database import storage_problem
     from tuner.study.decide import recommendation
@@ -67,7 +68,7 @@ def carry_out(
 
     assert isinstance(store, StudyStore)
     output_lost = outlive_output()
-    where = f" --storage {storage}" if storage else ""
+    where = option(storage)
     before = store.data()
     observer, context = watching(quiet=quiet, json_log=json_log)
     try:

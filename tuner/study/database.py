@@ -14,7 +14,9 @@ from sqlalchemy.exc import DatabaseError, NoSuchModuleError, OperationalError, S
 
 from tuner.errors import EnvironmentBroken, TunerError, UsageError
 from tuner.study import tables
+from tuner.study.address import parsed, shown, without_secrets
 from tuner.study.names import sqlite_file
+from tuner.study.postgres import CONNECT_S, of_postgres, postgres_problem
 
 LOCK_TIMEOUT_S = 60.0
 """How long to wait for another reader or writer of a SQLite file, a dashboard for instance."""
@@ -67,6 +69,8 @@ def storage_problem(error: BaseException) -> TunerError | None:
 
 
 def _database_problem(error: Exception) -> TunerError | None:
+    if of_postgres(error):
+        return postgres_problem(error)
     said = str(getattr(error, "orig", None) or error)
     low = said.lower()
     kept = "Everything measured is kept; run the same again"
@@ -115,26 +119,34 @@ def open_database(url: str, *, create: bool) -> Engine:
                 raise UsageError(f"there is no database {file}")
             file.parent.mkdir(parents=True, exist_ok=True)
         engine = _engine(url)
-        _check(engine, create=create, where=str(file or engine.url.render_as_string(hide_password=True)))
+        _check(engine, create=create, where=str(file or shown(url)))
     except OSError as error:
         raise EnvironmentBroken(f"the folder of {file} cannot be made or read: {error.strerror}") from error
-    except OperationalError as error:
-        raise (storage_problem(error) or UsageError(f"the database cannot be opened: {error.orig}")) from error
     except SQLAlchemyError as error:
-        raise UsageError(f"the database cannot be opened: {getattr(error, 'orig', error)}") from error
+        # The cause is not chained: what it shows of the connection is the address, password and all.
+        known = storage_problem(error) if isinstance(error, OperationalError) or of_postgres(error) else None
+        said = without_secrets(str(getattr(error, "orig", None) or error), url)
+        raise (known or UsageError(f"the database cannot be opened: {said}")) from None
     return engine
 
 
 def _engine(url: str) -> Engine:
     sqlite = sqlite_file(url) is not None
-    arguments = {"timeout": LOCK_TIMEOUT_S} if sqlite else {}
+    arguments = {"connect_args": {"timeout": LOCK_TIMEOUT_S}} if sqlite else network_arguments(url)
     try:
-        engine = sa.create_engine(url, connect_args=arguments, json_serializer=dumps)
+        engine = sa.create_engine(url, json_serializer=dumps, **arguments)
     except (NoSuchModuleError, ModuleNotFoundError) as error:
-        raise UsageError(f"the driver of this database is not installed: {error}") from None
+        hint = " Install it with: pip install 'spec-tuner[postgres]'" if "psycopg" in str(error) else ""
+        raise UsageError(f"the driver of this database is not installed: {error}.{hint}") from None
     if sqlite:
         sa.event.listen(engine, "connect", _configure_sqlite)
     return engine
+
+
+def network_arguments(url: str) -> dict[str, Any]:
+    """How engines of a database behind a network are made: no connection is trusted, none is waited for for ever."""
+    timeouts = {"connect_timeout": CONNECT_S} if parsed(url).get_backend_name() == "postgresql" else {}
+    return {"pool_pre_ping": True, "connect_args": timeouts}
 
 
 def _configure_sqlite(connection: sqlite3.Connection, _record: object) -> None:

@@ -41,15 +41,11 @@ def sqlite_file(url: str) -> Path | None:
     Raises:
         UsageError: it is no database URL.
     """
-    from sqlalchemy.engine import make_url
-    from sqlalchemy.exc import ArgumentError
+    from tuner.study.address import parsed
 
-    try:
-        parsed = make_url(url)
-    except ArgumentError:
-        raise UsageError(f"'{url}' is not a database URL; for instance sqlite:///studies/NAME/study.db") from None
-    in_memory = not parsed.database or parsed.database == ":memory:"
-    return None if in_memory or parsed.get_backend_name() != "sqlite" else Path(str(parsed.database))
+    address = parsed(url)
+    in_memory = not address.database or address.database == ":memory:"
+    return None if in_memory or address.get_backend_name() != "sqlite" else Path(str(address.database))
 
 
 def local_studies() -> list[str]:

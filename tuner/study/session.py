@@ -23,6 +23,7 @@ from tuner.study.names import check_name, study_folder
 from tuner.study.notify import message, notify
 from tuner.study.place import measuring, network_filesystem
 from tuner.study.planner import launches_used, policy_of
+from tuner.study.postgres import patient
 from tuner.study.probe import HttpProbe
 from tuner.study.progress import Event, Observer
 from tuner.study.sampler import seed_of
@@ -288,6 +289,8 @@ def run_study(
         store.clock, world = passing, SimulatedWorld(space, seed_of(before.seed, len(before.launches)), passing)
 
     there = _database_file(store)
+    for database in (store.engine, store.trials.engine):
+        patient(database, lambda sentence: observer.event(Event("database", sentence)))
 
     def controlled(lease: Lease) -> Controller:
         def check() -> None:

@@ -24,6 +24,7 @@ from tuner.records import (
 )
 from tuner.space import Space
 from tuner.study import tables as t
+from tuner.study.address import shown
 from tuner.study.data import (
     Budget,
     Confirmation,
@@ -402,7 +403,7 @@ def open_study(name: str, storage: str | None = None, clock: Callable[[], float]
     names = study_names(engine)
     if name not in names:
         engine.dispose()
-        raise unknown_study(name, names, storage or "studies/")
+        raise unknown_study(name, names, shown(storage) if storage else "studies/")
     return StudyStore(engine, name, Trials(url, name), clock)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy import Engine
 
 from tuner.errors import UsageError
 from tuner.study.data import StoredTrial, TrialKind
-from tuner.study.database import ADVICE, LOCK_TIMEOUT_S, OTHER_VERSION
+from tuner.study.database import ADVICE, LOCK_TIMEOUT_S, OTHER_VERSION, network_arguments
 from tuner.study.names import sqlite_file
 from tuner.study.sampler import Proposal
 from tuner.study.score import Score
@@ -46,7 +47,8 @@ class Trials:
     }
 
     def __init__(self, url: str, name: str) -> None:
-        arguments = {"connect_args": {"timeout": LOCK_TIMEOUT_S}} if sqlite_file(url) is not None else {}
+        file = sqlite_file(url) is not None
+        arguments = {"connect_args": {"timeout": LOCK_TIMEOUT_S}} if file else network_arguments(url)
         try:
             self._storage = _storage(url, arguments)
         except RuntimeError as error:  # what Optuna raises when its tables are of another version
@@ -60,6 +62,11 @@ class Trials:
             self._study = optuna.create_study(
                 storage=self._storage, study_name=name, direction="maximize", load_if_exists=True, sampler=sampler
             )
+
+    @property
+    def engine(self) -> Engine:
+        """Optuna's own connections to the database."""
+        return self._storage.engine
 
     def close(self) -> None:
         """Gives the connections back."""
