@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic_ns
 from typing import Literal
 
+from tuner.bench import machine as machines
 from tuner.bench.client import Exchange, LoadClient, Target, exchange_once
 from tuner.bench.counters import Snapshot, parse_snapshot
 from tuner.bench.fleet import Fleet, FleetBroken, processes_needed
@@ -74,13 +75,15 @@ def measure_block(
     ceiling_events_per_s: float | None = None,
     on_progress: Callable[[BlockProgress], None] | None = None,
     server_failure: Callable[[], Failure | None] = lambda: None,
+    server_cpu_s: Callable[[], float] | None = None,
 ) -> BlockOutcome:
     """Measure one concurrency level of a running server; returns when it is done.
 
     The n-th request is a function of `prompts`, `concurrency`, `max_tokens` and `seed`: give both blocks of a pair the
     same. `server_failure` is asked five times a second, in this thread, and must be quick; once it returns a failure
-    the block ends with it. `ceiling_events_per_s` is the client's (`selftest.client_ceiling`); a block that comes near
-    it is invalid. A block that fails a gate is returned all the same, with `valid` false and the gate's name.
+    the block ends with it. `server_cpu_s` gives the CPU seconds of a server on this machine so far; without it nobody
+    knows whose load is a stranger's. `ceiling_events_per_s` is the client's (`selftest.client_ceiling`); a block that
+    comes near it is invalid. A block that fails a gate is returned all the same, with `valid` false and the gate.
 
     Raises:
         UsageError: arguments that cannot be measured. Nothing was sent.
@@ -98,6 +101,7 @@ def measure_block(
         on_progress or (lambda _progress: None),
         server_failure,
         ceiling_events_per_s,
+        server_cpu_s,
     )
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run.outcome(role))
@@ -154,6 +158,7 @@ class _BlockRun:
         on_progress: Callable[[BlockProgress], None],
         server_failure: Callable[[], Failure | None],
         ceiling_events_per_s: float | None,
+        server_cpu_s: Callable[[], float] | None,
     ) -> None:
         self.target = target
         self.sampling = sampling
@@ -165,6 +170,7 @@ class _BlockRun:
         self.on_progress = on_progress
         self.server_failure = server_failure
         self.ceiling_events_per_s = ceiling_events_per_s
+        self.server_cpu_s = server_cpu_s
         self.phase: Phase = "probe"
         self.phase_start_ns = monotonic_ns()
         self.phase_s = 0.0
@@ -245,9 +251,13 @@ class _BlockRun:
                 before = asyncio.create_task(self._snapshot())
                 started_at, start_ns = time.time(), monotonic_ns()
                 loops, process_cpu = client.cpu_times_s(), time.process_time()
+                machine = self._read_machine(client)
                 end_ns = start_ns + int(window_s * NS)
                 self._enter("window", window_s)
+                await self._until(lambda: monotonic_ns() >= start_ns + (end_ns - start_ns) // 2)
+                gpus = asyncio.create_task(machines.slowed_gpus())
                 await self._until(lambda: monotonic_ns() >= end_ns)
+                surroundings = machines.between(machine, self._read_machine(client))
                 after = asyncio.create_task(self._snapshot())
                 loops_s = [now - then for now, then in zip(client.cpu_times_s(), loops, strict=True)]
                 process_cpu_s = time.process_time() - process_cpu
@@ -286,7 +296,16 @@ class _BlockRun:
             after=await after,
             ceiling_events_per_s=self.ceiling_events_per_s and self.ceiling_events_per_s * len(loops_s),
             client_processes=len(loops_s),
+            surroundings=replace(surroundings, gpus=await gpus),
         )
+
+    def _read_machine(self, client: LoadClient | Fleet) -> machines.Reading | None:
+        """Nothing where the server is elsewhere, or nobody knows its processes."""
+        server_cpu_s = self.server_cpu_s
+        if server_cpu_s is None or not is_local(self.target.host):
+            return None
+        fleet_s = sum(client.cpu_times_s()) if isinstance(client, Fleet) else 0.0
+        return machines.read(lambda: server_cpu_s() + time.process_time() + fleet_s)
 
     async def _client(self, sampling: Sampling, processes: int) -> LoadClient | Fleet:
         if processes > 1:

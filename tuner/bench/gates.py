@@ -8,11 +8,12 @@ a loop lags by milliseconds, and that moves nothing as long as requests take sec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from scipy import stats
 
+from tuner.bench.machine import Surroundings
 from tuner.records import Gate
 
 MIN_SUCCESS_RATE = 0.99
@@ -50,6 +51,16 @@ MAX_DEGENERATE = 0.2
 MAX_OVERRUN_TOKENS = 1
 """Tokens beyond max_tokens; some servers count the end token."""
 
+MAX_FOREIGN_LOAD = 0.75
+"""CPU time of strangers / all usable cores. The blocks of a pair stand next to each other and share most of it; what
+they do not share is noise, which the intervals carry. Above this, next to nothing of the machine is the server's."""
+
+MAX_STEAL = 0.25
+"""Time that the hypervisor took / all usable cores; as above, and less even."""
+
+MAX_THROTTLED = 0.01
+"""Share of the window in which a core's clock was held down for heat: the later block of a pair is the hotter one."""
+
 MIN_REQUESTS_PER_STREAM = 0.5
 """Requests that ended in the window / streams. Under it the window saw too little of a request's life."""
 
@@ -61,7 +72,18 @@ DRIFT_NEEDS_S = 20
 DRIFT_P = 0.001
 
 ENVIRONMENT_GATES = frozenset(
-    {"client_bound", "client_ceiling", "client_steals_cpu", "slow_turnaround", "loop_lag", "tokens_disagree"}
+    {
+        "client_bound",
+        "client_ceiling",
+        "client_steals_cpu",
+        "slow_turnaround",
+        "loop_lag",
+        "tokens_disagree",
+        "foreign_load",
+        "cpu_stolen",
+        "cpu_throttled",
+        "gpu_slowed",
+    }
 )
 """Gates whose failure is the machine's, the client's or a stranger's doing, and is not held against a candidate."""
 
@@ -101,6 +123,7 @@ class Observed:
     slack_tokens: float = 0.0
     events_per_s: float = 0.0
     ceiling_events_per_s: float | None = None
+    surroundings: Surroundings = field(default_factory=Surroundings)
 
 
 def gates(seen: Observed) -> tuple[Gate, ...]:
@@ -151,9 +174,25 @@ def gates(seen: Observed) -> tuple[Gate, ...]:
         value = max(0.0, apart - seen.slack_tokens) / max(1.0, seen.server_tokens)
         detail = f"client {seen.client_tokens:.1f}, server {seen.server_tokens:.0f}, slack {seen.slack_tokens:.1f}"
         found.append(_at_most("tokens_disagree", value, MAX_TOKEN_DISAGREEMENT, detail))
+    found += _machine_gates(seen.surroundings)
     if len(seen.series) >= DRIFT_NEEDS_S:
         found.append(_at_most("not_steady", half_drift(seen.series), MAX_HALF_DRIFT, "second half against first"))
     return tuple(found)
+
+
+def _machine_gates(seen: Surroundings) -> list[Gate]:
+    found = []
+    if seen.foreign is not None:
+        detail = "CPU time of other programs / all cores; end them, or measure when they are done"
+        found.append(_at_most("foreign_load", seen.foreign, MAX_FOREIGN_LOAD, detail))
+    if seen.steal is not None:
+        found.append(_at_most("cpu_stolen", seen.steal, MAX_STEAL, "time that the hypervisor took / all cores"))
+    if seen.throttled is not None:
+        detail = "share of the window in which a core was held down for heat; cool the machine"
+        found.append(_at_most("cpu_throttled", seen.throttled, MAX_THROTTLED, detail))
+    if seen.gpus:
+        found.append(_at_most("gpu_slowed", float(len(seen.gpus)), 0.0, "; ".join(seen.gpus)))
+    return found
 
 
 def half_drift(series: Sequence[float]) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tuner.bench import metrics
 from tuner.bench.client import usable_cores
 from tuner.bench.counters import CounterDelta, Snapshot, delta
 from tuner.bench.gates import Observed, gates, half_drift
+from tuner.bench.machine import Surroundings
 from tuner.bench.trace import Trace
 from tuner.records import Block, Role
 
@@ -41,6 +42,7 @@ class Recording:
     after: Snapshot | None
     ceiling_events_per_s: float | None = None
     client_processes: int = 1
+    surroundings: Surroundings = field(default_factory=Surroundings)
 
 
 def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
@@ -85,6 +87,7 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
             series=seconds,
             events_per_s=chunks / window_s,
             ceiling_events_per_s=seen.ceiling_events_per_s,
+            surroundings=seen.surroundings,
             **_counter_check(seen, change),
         )
     )

@@ -418,6 +418,10 @@ class Server:
             return None
         return self._classify(phase)
 
+    def cpu_s(self) -> float:
+        """CPU seconds of the family's living processes so far, a container's included."""
+        return sum(process.cpu_s for process in [*self._family.living(), *self._contained()])
+
     def hung(self, seen: str) -> Failure:
         """The failure of a server under load that lives and gives no tokens; `seen` says for how long."""
         return self.failure("bench") or self._classify("bench", "hung_decode", seen)

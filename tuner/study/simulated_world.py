@@ -65,6 +65,10 @@ class _Server:
         """It runs."""
         return None
 
+    def cpu_s(self) -> float:
+        """It computes nothing."""
+        return 0.0
+
     def stop(self) -> StopReport:
         """Nothing is left."""
         return _Report()

@@ -50,6 +50,9 @@ class RunningServer(Protocol):
     def failure(self) -> Failure | None:
         """Why it has ended; None while it runs."""
 
+    def cpu_s(self) -> float:
+        """CPU seconds of its living processes so far."""
+
     def stop(self) -> StopReport:
         """Ends it and all its family."""
 
@@ -190,6 +193,7 @@ class Machine:
             api_key=self._api_key,
             on_progress=on_progress,
             server_failure=server.failure,
+            server_cpu_s=server.cpu_s,
         )
         if self._api_key and (found := outcome.failure) is not None:
             said = {name: getattr(found, name).replace(self._api_key, "(the API key)") for name in _SAID}

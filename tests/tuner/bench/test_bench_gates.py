@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from tuner.bench.gates import ENVIRONMENT_GATES, Observed, gates, half_drift
+from tuner.bench.machine import Surroundings
 
 GOOD = Observed(
     concurrency=8,
@@ -31,6 +32,7 @@ GOOD = Observed(
     slack_tokens=8.0,
     events_per_s=250.0,
     ceiling_events_per_s=50_000.0,
+    surroundings=Surroundings(foreign=0.2, steal=0.02, throttled=0.0),
 )
 
 
@@ -82,4 +84,5 @@ def test_drift_needs_to_be_large_and_significant():
 
 
 def test_gates_of_the_environment_exist():
-    assert {gate.name for gate in gates(GOOD)} >= ENVIRONMENT_GATES
+    slowed = replace(GOOD, surroundings=replace(GOOD.surroundings, gpus=("GPU 0: power brake",)))
+    assert {gate.name for gate in gates(slowed)} >= ENVIRONMENT_GATES

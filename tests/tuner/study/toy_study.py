@@ -144,6 +144,9 @@ class ToyServer:
     def failure(self) -> Failure | None:
         return None
 
+    def cpu_s(self) -> float:
+        return 0.0
+
     def stop(self) -> Report:
         self.machine.running.discard(self.record.port)
         return self.machine.report
