@@ -15,11 +15,12 @@ from typing import Literal
 
 from tuner.bench import machine as machines
 from tuner.bench.client import Exchange, LoadClient, Target, exchange_once
-from tuner.bench.counters import Snapshot, parse_snapshot
+from tuner.bench.counters import Snapshot, delta, parse_snapshot
 from tuner.bench.fleet import Fleet, FleetBroken, processes_needed
 from tuner.bench.plan import WindowPlan
 from tuner.bench.prompts import Prompt
 from tuner.bench.pulse import NS, LagMeter, Pulse, request_failure
+from tuner.bench.recount import recount
 from tuner.bench.requests import Sampling, encode, request_sequence
 from tuner.bench.summary import Recording, summarise
 from tuner.bench.trace import Trace, UsageMode, read_exchange
@@ -272,6 +273,11 @@ class _BlockRun:
         # The counters may have been read a moment before the window; what ended before that is of no use.
         traces = tuple(read_exchange(exchange) for exchange in client.finished if exchange.end_ns > start_ns - NS)
         idle = [e.idle_ns for e in client.finished if e.idle_ns and start_ns <= e.sent_ns < end_ns]
+        change = delta(await before, await after)
+        counted = None
+        if change is None or not change.steps:  # a server that speculates had its turn as its own baseline
+            in_window = [t for t in traces if t.end_ns < end_ns]
+            counted = await recount(self.target, self.sampling.model, in_window, self.api_key)
         edge = NS // 10
         return Recording(
             concurrency=self.concurrency,
@@ -297,6 +303,7 @@ class _BlockRun:
             ceiling_events_per_s=self.ceiling_events_per_s and self.ceiling_events_per_s * len(loops_s),
             client_processes=len(loops_s),
             surroundings=replace(surroundings, gpus=await gpus),
+            recount=counted,
         )
 
     def _read_machine(self, client: LoadClient | Fleet) -> machines.Reading | None:

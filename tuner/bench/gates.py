@@ -14,6 +14,7 @@ import numpy as np
 from scipy import stats
 
 from tuner.bench.machine import Surroundings
+from tuner.bench.recount import Recount
 from tuner.records import Gate
 
 MIN_SUCCESS_RATE = 0.99
@@ -41,6 +42,10 @@ MAX_EDGE_BIAS = 0.01
 
 MAX_TOKEN_DISAGREEMENT = 0.005
 """|client's tokens - server's counter| / counter, beyond what the moment of reading leaves open."""
+
+MAX_RECOUNT = 0.1
+"""|tokens by the tokenizer - tokens told| / told, of a few answers. A model need not write a text in the tokens that
+the tokenizer makes of it, so only what is grossly wrong shows: chunks or drafts taken for tokens, or all counted twice."""
 
 MAX_SHORT_OUTPUT = 0.05
 """Share of requests that ended with one token or no text although more were asked for."""
@@ -124,6 +129,7 @@ class Observed:
     events_per_s: float = 0.0
     ceiling_events_per_s: float | None = None
     surroundings: Surroundings = field(default_factory=Surroundings)
+    recount: Recount | None = None
 
 
 def gates(seen: Observed) -> tuple[Gate, ...]:
@@ -174,6 +180,9 @@ def gates(seen: Observed) -> tuple[Gate, ...]:
         value = max(0.0, apart - seen.slack_tokens) / max(1.0, seen.server_tokens)
         detail = f"client {seen.client_tokens:.1f}, server {seen.server_tokens:.0f}, slack {seen.slack_tokens:.1f}"
         found.append(_at_most("tokens_disagree", value, MAX_TOKEN_DISAGREEMENT, detail))
+    if seen.recount is not None:
+        detail = f"told {seen.recount.told}, {seen.recount.recounted} by the server's tokenizer; some may be hidden"
+        found.append(_at_most("tokens_recounted", seen.recount.apart, MAX_RECOUNT, detail))
     found += _machine_gates(seen.surroundings)
     if len(seen.series) >= DRIFT_NEEDS_S:
         found.append(_at_most("not_steady", half_drift(seen.series), MAX_HALF_DRIFT, "second half against first"))

@@ -12,6 +12,7 @@ from tuner.bench.client import usable_cores
 from tuner.bench.counters import CounterDelta, Snapshot, delta
 from tuner.bench.gates import Observed, gates, half_drift
 from tuner.bench.machine import Surroundings
+from tuner.bench.recount import Recount
 from tuner.bench.trace import Trace
 from tuner.records import Block, Role
 
@@ -43,6 +44,7 @@ class Recording:
     ceiling_events_per_s: float | None = None
     client_processes: int = 1
     surroundings: Surroundings = field(default_factory=Surroundings)
+    recount: Recount | None = None
 
 
 def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
@@ -88,6 +90,7 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
             events_per_s=chunks / window_s,
             ceiling_events_per_s=seen.ceiling_events_per_s,
             surroundings=seen.surroundings,
+            recount=seen.recount,
             **_counter_check(seen, change),
         )
     )

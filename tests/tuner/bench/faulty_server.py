@@ -91,6 +91,8 @@ class FaultyAnswer(Answer):
     def usage(self) -> dict[str, int]:
         if self.fault == "backwards" and self.made % 2:
             return {"completion_tokens": max(0, self.made - 3)}
+        if self.fault == "counts_twice":
+            return {"completion_tokens": 2 * self.made}
         return super().usage()
 
 

@@ -127,6 +127,14 @@ def test_tokens_that_the_server_made_and_we_did_not_get_invalidate(server):
     assert gate(server.measure(max_tokens=32), "tokens_disagree").ok
 
 
+def test_a_server_that_counts_its_output_twice_is_found_out_by_its_own_tokenizer(server):
+    honest = gate(server.measure(), "tokens_recounted")
+    assert (honest.value, honest.ok) == (0, True)
+    twice = gate(server.measure({"fault": "counts_twice"}, max_tokens=64), "tokens_recounted")
+    assert not twice.ok
+    assert twice.value > 0.4
+
+
 def test_without_usage_the_count_is_unknown_not_guessed(server):
     outcome = server.measure({"usage": "none"})
     assert {"no_usage", "no_tokens"} <= failed(outcome)
