@@ -45,7 +45,7 @@ MAX_TOKEN_DISAGREEMENT = 0.005
 
 MAX_RECOUNT = 0.1
 """|tokens by the tokenizer - tokens told| / told, of a few answers. A model need not write a text in the tokens that
-the tokenizer makes of it, so only what is grossly wrong shows: chunks or drafts taken for tokens, or all counted twice."""
+the tokenizer makes of it, so only what is grossly wrong shows: chunks or drafts taken for tokens, all counted twice."""
 
 MAX_SHORT_OUTPUT = 0.05
 """Share of requests that ended with one token or no text although more were asked for."""
