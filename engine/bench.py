@@ -15,8 +15,9 @@ from typing import Any
 
 from engine.build import Core, build
 from engine.config import EngineConfig
-from engine.errors import UsageError
-from engine.ipc.messages import SamplingParams, Submit
+from engine.errors import EngineError, UsageError
+from engine.ipc.messages import Ask, SamplingParams, Submit
+from engine.ranks import launch
 from engine.text.tokenizer import load_tokenizer
 from engine.worker import warm_up
 
@@ -45,7 +46,19 @@ def run(
     Raises:
         EngineError: as when serving; UsageError for levels or lengths that do not fit.
     """
-    core = build(config)
+    crew = launch(config)
+    try:
+        return _run(build(config, crew), streams, prompt_tokens, output_tokens, repeats, prompts)
+    except EngineError as error:
+        raise crew.explain(error) from error
+    finally:
+        crew.close()
+
+
+def _run(
+    core: Core, streams: Sequence[int], prompt_tokens: int, output_tokens: int, repeats: int, prompts: Path | None
+) -> dict[str, Any]:
+    config = core.config
     warm_up(core)
     if max(streams) > config.max_running_requests:
         raise UsageError(f"streams: {max(streams)} is more than max_running_requests ({config.max_running_requests})")
@@ -85,17 +98,17 @@ def _read(core: Core, file: Path) -> list[list[int]]:
 def _once(
     core: Core, prompts: Sequence[Sequence[int]], count: int, output_tokens: int, repeat: int
 ) -> dict[str, float]:
-    core.prefix.flush()
+    core.flush(Ask(0, "flush_cache"))
     sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
     before = core.counters()
     began = time.perf_counter()
     for i in range(count):
         prompt = prompts[(repeat * count + i) % len(prompts)]
-        core.scheduler.submit(Submit(i, tuple(prompt), sampling))
+        core.submit(Submit(i, tuple(prompt), sampling))
     first: dict[int, float] = {}
     decoded, decoding_since = 0, 0.0
     while core.scheduler.busy:
-        updates = core.scheduler.step()
+        updates = core.step()
         now = time.perf_counter()
         for update in updates:
             if update.error:

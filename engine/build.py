@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from engine.config import MOST_DRAFT_TOKENS, EngineConfig, schedule_text
-from engine.errors import InvalidConfig, NothingNamed
+from engine.errors import InvalidConfig, NothingNamed, RanksDisagree
+from engine.ipc.messages import Abort, Ask, Submit, TokenUpdate
 from engine.memory.pool import KVPool, Pages
 from engine.memory.prefix import PrefixCache
 from engine.model.llama import Llama
@@ -20,6 +21,7 @@ from engine.ops.base import Ops
 from engine.ops.grouped import KINDS
 from engine.ops.native import NativeOps, NativeUnavailable, fast_bfloat16
 from engine.ops.reference import ReferenceOps
+from engine.ranks import Alone, Crew, Step
 from engine.scheduler.core import Scheduler
 from engine.scheduler.lane import ThreadLane
 from engine.spec.base import Drafter, Surroundings, make_drafter, registered
@@ -45,6 +47,8 @@ class Core:
     context_length: int
     paths: dict[str, dict[str, str]]
     surroundings: Surroundings
+    crew: Crew
+    ranks: list[dict[str, Any]]
     epoch: int = 0
     window: dict[str, float] = field(default_factory=dict)
 
@@ -57,6 +61,26 @@ class Core:
     def gate(self) -> SpecGate:
         """The one in use."""
         return self.scheduler.gate
+
+    def submit(self, message: Submit) -> TokenUpdate | None:
+        """Queue a request, on every rank; see `Scheduler.submit`."""
+        self.crew.tell(message)
+        return self.scheduler.submit(message)
+
+    def abort(self, message: Abort) -> None:
+        """Forget a request, on every rank; see `Scheduler.abort`."""
+        self.crew.tell(message)
+        self.scheduler.abort(message.rid)
+
+    def step(self) -> tuple[TokenUpdate, ...]:
+        """Run one round, on every rank; see `Scheduler.step`."""
+        self.crew.tell(Step())
+        return self.scheduler.step()
+
+    def flush(self, message: Ask) -> int:
+        """Forget cached prefixes, on every rank; how many pages nobody was using."""
+        self.crew.tell(message)
+        return self.prefix.flush()
 
     def info(self) -> dict[str, Any]:
         """The model process's half of `/server_info`."""
@@ -87,6 +111,7 @@ class Core:
             "drafters": _available(self.surroundings),
             "epoch": self.epoch,
             "window": self._window(),
+            "parallel": self._parallel(),
             "memory": {
                 "resident_bytes": _resident_bytes(),
                 "kv_pool_bytes": self.pool.nbytes,
@@ -132,6 +157,13 @@ class Core:
             "engine_prefix_cache_hit_tokens_total": self.prefix.hit_tokens,
             "engine_prefix_cache_evicted_pages_total": self.prefix.evicted_pages,
         }
+        name = self.crew.choice.name if self.crew.choice else ""
+        for operation, count in self.model.group.counts().items():
+            labels = f'{{backend="{name}",op="{operation}"}}'
+            counters[f"engine_collective_calls_total{labels}"] = count.calls
+            counters[f"engine_collective_bytes_total{labels}"] = count.bytes
+            counters[f"engine_collective_seconds_total{labels}"] = count.seconds
+            counters[f"engine_collective_slowest_seconds{labels}"] = count.slowest_s
         for depth in range(max((*stats.accepted_at, self.gate.config.num_steps)) + 1 if stats.verify_steps else 0):
             counters[f'engine_spec_rounds_by_accepted_total{{accepted="{depth}"}}'] = stats.accepted_at[depth]
         return counters
@@ -143,6 +175,19 @@ class Core:
     def _window(self) -> dict[str, float]:
         counters = self.counters()
         return {name: value - self.window.get(name, 0) for name, value in counters.items() if "_total" in name}
+
+    def _parallel(self) -> dict[str, Any]:
+        """The ranks, and how they exchange what they computed."""
+        choice = self.crew.choice
+        told: dict[str, Any] = {"tp": self.model.group.ranks, "ranks": self.ranks}
+        if choice is not None:
+            told |= {
+                "allreduce": choice.name,
+                "reason": choice.reason,
+                "verified": choice.verified,
+                "unavailable": dict(choice.refused),
+            }
+        return told
 
     def effective(self) -> dict[str, Any]:
         """Settings as the running objects have them."""
@@ -157,6 +202,9 @@ class Core:
             "max_waiting_requests": self.config.max_waiting_requests,
             "prefill_tokens": self.config.prefill_tokens,
             "threads": torch.get_num_threads(),
+            "tp": self.model.group.ranks,
+            "allreduce": self.crew.choice.name if self.crew.choice else "none",
+            "collective_timeout_s": self.config.collective_timeout_s,
             "prefix_cache": "on" if self.prefix.enabled else "off",
             "seed": self.config.seed,
             "speculation": self.drafter.name,
@@ -189,21 +237,27 @@ _REASONS = {
     "weights": "auto: in dtype",
     "context_length": "not given: what the model was trained for",
     "kv_tokens": "not given, or rounded up to whole pages",
-    "threads": "not given: the cores this process may use",
+    "threads": "not given: the cores this process may use, divided by tp",
+    "allreduce": "auto: with tp 1 there is nothing to exchange, else see parallel",
 }
 
 
-def build(config: EngineConfig) -> Core:
-    """Load, allocate and wire.
+def build(config: EngineConfig, crew: Crew | None = None) -> Core:
+    """Load, allocate and wire one rank; `crew`: all ranks (`engine.ranks.launch`), which build at the same time.
 
     Raises:
         InvalidConfig: settings that do not fit the model or the machine, all of them named.
+        RanksDisagree: another rank has loaded something else. RankLost, RankFailed: it has ended.
         ModelNotFound, ModelBroken, UnsupportedModel: see engine.errors.
     """
     problems = config.problems()
     if problems:
         raise InvalidConfig("; ".join(problems))
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    crew = crew or Alone()
+    group = crew.group
+    if group.ranks != config.tp:
+        raise InvalidConfig(f"tp: {config.tp} ranks are asked for, and {group.ranks} are here")
+    torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // group.ranks))
     dtype = _dtype(config.dtype)
     kind = _weights(config.weights, dtype)
     ops, paths = _ops(dtype, kind)
@@ -213,13 +267,12 @@ def build(config: EngineConfig) -> Core:
     context_length = config.context_length or trained
     if context_length > trained:
         raise InvalidConfig(f"context_length: {context_length} is more than the model's {trained}")
-    model = Llama(weights, ops, dtype, context_length + 2 * MOST_DRAFT_TOKENS, kind)
+    model = Llama(weights, ops, dtype, context_length + 2 * MOST_DRAFT_TOKENS, kind, group)
     weights.close()
     page_size = config.page_size
-    page_count = -(-_kv_tokens(config, model, context_length) // page_size)
+    page_count = min(crew.exchange(-(-_kv_tokens(config, model, context_length) // page_size)))
     _check_memory(page_count * page_size, model)
-    shape = model.config
-    pool = KVPool(shape.layers, page_count, page_size, shape.kv_heads, shape.head_dim, dtype)
+    pool = model.new_pool(page_count, page_size)
     longest = context_length + 2 * MOST_DRAFT_TOKENS  # behind the last token, rounds in flight may still draft
     # With overlap a request's row is free only when the round after its last one has ended.
     pages = Pages(page_count, page_size, 2 * config.max_running_requests, longest)
@@ -240,7 +293,54 @@ def build(config: EngineConfig) -> Core:
     )
     if config.spec.spec_version == "v2":
         scheduler.use_lane(ThreadLane())
-    return Core(config, source, model, pool, pages, prefix, round_, scheduler, context_length, paths, surroundings)
+    ranks = crew.exchange(_about(model, ops, kind, pool))
+    _same(ranks)
+    if crew.choice is not None:
+        detail = f"{crew.choice.name}, {crew.choice.reason}" + ("" if crew.choice.verified else "; never verified")
+        paths["allreduce"] = {"state": "active", "detail": detail}
+    return Core(
+        config,
+        source,
+        model,
+        pool,
+        pages,
+        prefix,
+        round_,
+        scheduler,
+        context_length,
+        paths,
+        surroundings,
+        crew,
+        ranks,
+    )
+
+
+_ALIKE = {"model": "the model", "dtype": "the data type", "kernels": "the kernels"}
+"""What every rank must have the same of, or their results would go apart."""
+
+
+def _about(model: Llama, ops: Ops, kind: str, pool: KVPool) -> dict[str, Any]:
+    return {
+        "rank": model.group.rank,
+        "pid": os.getpid(),
+        "model": model.identity,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kernels": f"{ops.name}: {ops.describe(kind)['linear']}",
+        "threads": torch.get_num_threads(),
+        **model.summary(),
+        "kv_pool_bytes": pool.nbytes,
+        "resident_bytes": _resident_bytes(),
+    }
+
+
+def _same(ranks: list[dict[str, Any]]) -> None:
+    for rank, told in enumerate(ranks):
+        for name, what in _ALIKE.items():
+            if told[name] != ranks[0][name]:
+                raise RanksDisagree(
+                    f"rank {rank} disagrees with rank 0 about {what}: {told[name]} against {ranks[0][name]}; was a "
+                    "file replaced while it was read? Start again"
+                )
 
 
 def _available(surroundings: Surroundings) -> dict[str, str]:
@@ -265,7 +365,7 @@ def _missing(name: str, surroundings: Surroundings) -> str | None:
 
 
 def _check_memory(kv_tokens: int, model: Llama) -> None:
-    needed = kv_tokens * model.config.kv_bytes_per_token(model.dtype.itemsize)
+    needed = kv_tokens * model.kv_bytes_per_token * model.group.ranks
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -303,7 +403,7 @@ def _ops(dtype: torch.dtype, weights: str) -> tuple[Ops, dict[str, dict[str, str
 def _kv_tokens(config: EngineConfig, model: Llama, context_length: int) -> int:
     if config.kv_tokens is not None:
         return config.kv_tokens
-    each = model.config.kv_bytes_per_token(model.dtype.itemsize)
+    each = model.kv_bytes_per_token * model.group.ranks
     wanted = max(context_length, config.max_running_requests * _TOKENS_PER_REQUEST)
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

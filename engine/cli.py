@@ -12,6 +12,7 @@ import typer
 
 from engine.config import (
     ACCEPTANCE,
+    ALLREDUCE,
     DEFAULT_STEPS,
     DTYPES,
     POLICIES,
@@ -82,7 +83,16 @@ def _settings(
         int, _option("Requests that wait, at most; more are refused with status 429.")
     ] = EngineConfig.max_waiting_requests,
     prefill_tokens: Annotated[int, _option("Prompt tokens run per step, at most.")] = EngineConfig.prefill_tokens,
-    threads: Annotated[int | None, _option("Threads of the model process; default: all cores.")] = None,
+    threads: Annotated[
+        int | None, _option("Threads of each rank's process; default: all cores, divided by tp.")
+    ] = None,
+    tp: Annotated[int, _option("Ranks that share each layer, one process each.")] = EngineConfig.tp,
+    allreduce: Annotated[
+        str, _option(f"How the ranks exchange what they computed: {', '.join(ALLREDUCE)}.")
+    ] = EngineConfig.allreduce,
+    collective_timeout_s: Annotated[
+        float, _option("A rank that is not heard of for so long in an exchange takes the server down.")
+    ] = EngineConfig.collective_timeout_s,
     prefix_cache: Annotated[str, _option("on, or off: requests that begin alike share what was computed.")] = "on",
     seed: Annotated[int, _option("From which requests without a seed get theirs.")] = EngineConfig.seed,
     drain_s: Annotated[
@@ -150,6 +160,9 @@ def _settings(
         max_waiting_requests=max_waiting_requests,
         prefill_tokens=prefill_tokens,
         threads=threads,
+        tp=tp,
+        allreduce=allreduce,
+        collective_timeout_s=collective_timeout_s,
         prefix_cache=prefix_cache != "off",
         seed=seed,
         drain_s=drain_s,

@@ -35,9 +35,11 @@ _MOST = {
     "context_length": 2**24,
     "kv_tokens": 2**40,
     "threads": 1024,
+    "tp": 64,
 }
 DTYPES = ("auto", "bfloat16", "float32")
 WEIGHTS = ("auto", "bf16", "int8", "int4")
+ALLREDUCE = ("auto", "shm", "gloo", "nccl")
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,10 @@ class EngineConfig:
         max_running_requests: requests decoded together; more wait.
         max_waiting_requests: beyond the running ones; further ones are refused with status 429.
         prefill_tokens: prompt tokens run per step, at most.
-        threads: OpenMP threads of the model process; None: all cores it may use.
+        threads: of each rank's process; None: all cores it may use, divided by `tp`.
+        tp: ranks that share each layer, one process each; the model's KV heads at most.
+        allreduce: how the ranks exchange what they computed, one of `ALLREDUCE`; "auto": the fastest that can run.
+        collective_timeout_s: a rank that is not heard of for so long in such an exchange takes the server down.
         prefix_cache: keep the pages of finished requests for others that begin alike, while there is room.
         drain_s: after SIGTERM, requests in flight have this long to finish.
         seed: of the engine, from which requests without a seed get theirs.
@@ -250,6 +255,9 @@ class EngineConfig:
     max_waiting_requests: int = 20_000
     prefill_tokens: int = 512
     threads: int | None = None
+    tp: int = 1
+    allreduce: str = "auto"
+    collective_timeout_s: float = 30.0
     prefix_cache: bool = True
     seed: int = 0
     drain_s: float = 5.0
@@ -268,6 +276,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= most:
                 found.append(f"{name}: {value} is outside 1 to {most}")
+        if self.allreduce not in ALLREDUCE:
+            found.append(f"allreduce: '{self.allreduce}' is unknown; valid: {', '.join(ALLREDUCE)}")
+        elif self.allreduce != "auto" and self.tp == 1:
+            found.append(f"allreduce: '{self.allreduce}' has no meaning with one rank (tp 1); valid: auto")
+        if not 0.1 <= self.collective_timeout_s <= 3600:
+            found.append(f"collective_timeout_s: {self.collective_timeout_s:g} is outside 0.1 to 3600")
         if not 0 <= self.drain_s <= 3600:
             found.append(f"drain_s: {self.drain_s:g} is outside 0 to 3600")
         if not 0 <= self.port <= 65535:

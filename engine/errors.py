@@ -53,3 +53,19 @@ class PortUnavailable(EngineError):
 
 class EngineDown(EngineError):
     """The model process has ended; no request can be answered any more. The message is the cause."""
+
+
+class CollectiveError(EngineError):
+    """Ranks of one model could not exchange what they computed; the model cannot go on, nor be trusted."""
+
+
+class CollectiveTimeout(CollectiveError):
+    """A rank did not arrive at an operation in time."""
+
+
+class RankLost(CollectiveError):
+    """The process of a rank has ended."""
+
+
+class RanksDisagree(CollectiveError):
+    """Ranks of one model do not do, or do not have, the same."""

@@ -34,13 +34,17 @@ def reconfigure(core: Core, changes: Mapping[str, Any]) -> tuple[dict[str, Any],
     from their tokens, so that the new one has seen them. An empty change only begins a new window of counters.
 
     Raises:
-        InvalidConfig: with the reason and what would be valid; nothing was changed.
+        InvalidConfig: with the reason and what would be valid; nothing was changed, on any rank.
     """
     new = _merged(core.gate.config, changes)
+    drafter, refused = None, ""
     try:
         drafter = make_drafter(new.speculation, core.surroundings)
     except EngineError as error:
-        raise InvalidConfig(f"speculation: '{new.speculation}' is not available here: {error}") from error
+        refused = f"speculation: '{new.speculation}' is not available here: {error}"
+    everywhere = [told for told in core.crew.exchange(refused) if told]
+    if everywhere or drafter is None:
+        raise InvalidConfig(everywhere[0])
     updates = core.scheduler.land()
     overlap = new.spec_version == "v2"
     if overlap != core.scheduler.overlapping:

@@ -13,6 +13,7 @@ from engine.build import Core, build
 from engine.config import EngineConfig
 from engine.errors import EngineError, InvalidConfig
 from engine.ipc.messages import Abort, Answer, Ask, Fatal, Ready, SamplingParams, Shutdown, Submit, Tokens
+from engine.ranks import Alone, Crew, Follower, Step, launch
 from engine.reconfigure import reconfigure
 
 log = logging.getLogger("engine.worker")
@@ -30,15 +31,19 @@ def main(config: EngineConfig, connection: Connection) -> int:
     """
     # The frontend handles Ctrl-C and decides how to stop; a terminal sends it to both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    crew: Crew = Alone()
     try:
-        core = build(config)
+        crew = launch(config, connection)
+        core = build(config, crew)
         warm_up(core)
         connection.send(Ready(core.info()))
         serve(core, connection)
+        crew.dismiss()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         log.error("the frontend process has gone; stopping")
         return 1
-    except BaseException as error:  # noqa: BLE001 - the process ends here, and its parent is told why
+    except BaseException as caught:  # noqa: BLE001 - the process ends here, and its parent is told why
+        error = crew.explain(caught)
         if isinstance(error, EngineError):
             fatal = Fatal(str(error), "", error.exit_code)
         else:
@@ -46,7 +51,31 @@ def main(config: EngineConfig, connection: Connection) -> int:
         with contextlib.suppress(OSError):  # with the frontend gone as well there is nobody left to tell
             connection.send(fatal)
         return 1
+    finally:
+        crew.close()
     return 0
+
+
+def follow(config: EngineConfig, crew: Follower) -> None:
+    """What a rank other than 0 does: the same as rank 0, as that tells it."""
+    core = build(config, crew)
+    warm_up(core)
+    for message in crew.messages():
+        if isinstance(message, Step):
+            core.scheduler.step()
+            if not core.scheduler.busy:
+                core.scheduler.check()
+        elif isinstance(message, Submit):
+            core.scheduler.submit(message)
+        elif isinstance(message, Abort):
+            core.scheduler.abort(message.rid)
+        elif isinstance(message, Ask) and message.what == "flush_cache":
+            core.prefix.flush()
+        elif isinstance(message, Ask) and message.what == "reconfigure":
+            with contextlib.suppress(InvalidConfig):  # rank 0 answers
+                reconfigure(core, message.arguments["changes"])
+        else:
+            raise TypeError(f"unknown message {message!r}")
 
 
 def warm_up(core: Core) -> None:
@@ -101,13 +130,15 @@ def serve(core: Core, connection: Connection) -> None:
     while True:
         # Block only when idle; otherwise take what has arrived and go on.
         while not scheduler.busy or connection.poll(0):
+            if not scheduler.busy:
+                core.crew.await_message(connection)
             message = connection.recv()
             if isinstance(message, Submit):
-                refused = scheduler.submit(message)
+                refused = core.submit(message)
                 if refused is not None:
                     connection.send(Tokens((refused,)))
             elif isinstance(message, Abort):
-                scheduler.abort(message.rid)
+                core.abort(message)
             elif isinstance(message, Ask):
                 if message.what == "reconfigure":
                     _reconfigure(core, connection, message)
@@ -118,7 +149,7 @@ def serve(core: Core, connection: Connection) -> None:
                 return
             else:
                 raise TypeError(f"unknown message {message!r}")
-        updates = scheduler.step()
+        updates = core.step()
         if updates:
             connection.send(Tokens(updates))
         if not scheduler.busy:
@@ -131,12 +162,13 @@ def _answer(core: Core, ask: Ask) -> Answer:
     if ask.what == "counters":
         return Answer(ask.ticket, core.counters())
     if ask.what == "flush_cache":
-        pages = core.prefix.flush()
+        pages = core.flush(ask)
         return Answer(ask.ticket, {"flushed_pages": pages, "flushed_tokens": pages * core.pages.page_size})
     return Answer(ask.ticket, None, f"unknown question '{ask.what}'")
 
 
 def _reconfigure(core: Core, connection: Connection, ask: Ask) -> None:
+    core.crew.tell(ask)
     try:
         reply, updates = reconfigure(core, ask.arguments["changes"])
     except InvalidConfig as error:
@@ -150,6 +182,6 @@ def _reconfigure(core: Core, connection: Connection, ask: Ask) -> None:
 def _drain(core: Core, connection: Connection, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while core.scheduler.busy and time.monotonic() < deadline:
-        updates = core.scheduler.step()
+        updates = core.step()
         if updates:
             connection.send(Tokens(updates))

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.collectives.base import Group
 from engine.memory.pool import KVPool
+from engine.model.shard import Shard, Sizes, cut_over, shards
 from engine.ops.base import Ops, View, rows_of
 
 EPS = 1e-5
@@ -75,9 +77,20 @@ class Eagle3Head:
         ops: Ops,
         dtype: torch.dtype,
         positions: int,
+        group: Group | None = None,
     ) -> None:
-        """weights by `HeadShape.parameters`; hot int64 [Vd]: target ids; embedding [V, H] of the target."""
+        """weights by `HeadShape.parameters`; hot int64 [Vd]: target ids; embedding [V, H] of the target.
+
+        It is cut over the group's ranks as a layer of the target is; `fc` and the norms are whole everywhere.
+        """
         self.shape, self.hot, self.dtype = shape, hot, dtype
+        self._group = cut_over(group or Group(), shape.kv_heads)
+        heads, inner, head_dim = shape.q_heads, shape.intermediate, shape.head_dim
+        sizes = Sizes(shape.hidden, heads, shape.kv_heads, head_dim, inner, shape.draft_vocab)
+        mine = shards(sizes, self._group.ranks)[self._group.rank]
+        self._q_heads, self._kv_heads, self._widths = len(mine.q_heads), len(mine.kv_heads), mine.widths
+        if self._group.ranks > 1:
+            weights = _part(weights, shape, mine)
         self._ops, self._embedding = ops, embedding
         cast = {name: w.to(dtype).contiguous() for name, w in weights.items()}
         # A norm's weight and the matrix behind it are one matrix.
@@ -95,7 +108,7 @@ class Eagle3Head:
 
     def new_pool(self, pages: int, page_size: int) -> KVPool:
         """Its cache: one layer, addressed by the same slots as the target's."""
-        return KVPool(1, pages, page_size, self.shape.kv_heads, self.shape.head_dim, self.dtype)
+        return KVPool(1, pages, page_size, self._kv_heads, self.shape.head_dim, self.dtype)
 
     def extend(self, features: Tensor, view: View, pool: KVPool) -> Tensor:
         """Rows with true features [T, 3H] of the target and `view.tokens` that follow them; hidden states [T, H]."""
@@ -105,15 +118,33 @@ class Eagle3Head:
 
     def step(self, x: Tensor, view: View, pool: KVPool) -> Tensor:
         """Rows on the head's own hidden states x [T, H] (overwritten); the next hidden states [T, H]."""
-        ops, norms, shape = self._ops, self._norms, self.shape
+        ops, norms, whole = self._ops, self._norms, self._group.all_reduce
         embedded = ops.rms_norm(rows_of(self._embedding, view.tokens), norms["input_norm"], EPS)
         qkv = self._qkv(torch.cat((embedded, ops.rms_norm(x, norms["hidden_norm"], EPS)), dim=-1))
         k_cache, v_cache = pool.layer(0)
-        ops.rope_store(qkv, view, self._rope, k_cache, v_cache, shape.q_heads)
-        mixed = self._out(ops.attention(qkv, view, k_cache, v_cache, shape.q_heads))
+        ops.rope_store(qkv, view, self._rope, k_cache, v_cache, self._q_heads)
+        mixed = whole(self._out(ops.attention(qkv, view, k_cache, v_cache, self._q_heads)))
         normed = ops.add_rms_norm(mixed, x, norms["mlp_norm"], EPS)
-        return x.add_(self._down(ops.silu_mul(self._gate_up(normed))))
+        return x.add_(whole(self._down(ops.silu_mul(self._gate_up(normed)))))
 
     def logits(self, x: Tensor) -> Tensor:
         """Over the draft vocabulary, float32 [T, Vd]."""
-        return self._lm_head(self._ops.rms_norm(x, self._norms["final_norm"], EPS))
+        mine = self._lm_head(self._ops.rms_norm(x, self._norms["final_norm"], EPS))
+        return self._group.all_gather(mine, self._widths)
+
+
+def _part(weights: Mapping[str, Tensor], shape: HeadShape, shard: Shard) -> dict[str, Tensor]:
+    """One rank's rows and columns."""
+    d = shape.head_dim
+    q, kv = (slice(heads.start * d, heads.stop * d) for heads in (shard.q_heads, shard.kv_heads))
+    inner, ids = (slice(part.start, part.stop) for part in (shard.inner, shard.vocab))
+    queries, keys, values = weights["qkv"].split([shape.q_heads * d, shape.kv_heads * d, shape.kv_heads * d])
+    gate, up = weights["gate_up"].chunk(2)
+    return {
+        **weights,
+        "qkv": torch.cat((queries[q], keys[kv], values[kv])),
+        "out": weights["out"][:, q],
+        "gate_up": torch.cat((gate[inner], up[inner])),
+        "down": weights["down"][:, inner],
+        "lm_head": weights["lm_head"][ids],
+    }

@@ -5,68 +5,130 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.collectives.base import Group
 from engine.memory.pool import KVPool
+from engine.model.shard import Sizes, shards
 from engine.model.weights import Weights
 from engine.ops.base import Layer, Linear, Ops, Stack, View, rows_of
-from engine.ops.grouped import KINDS, stack
+from engine.ops.grouped import GROUP, KINDS, stack
 
 
 class Llama:
-    """A loaded model. `forward` is the only thing that touches the cache; it holds no state of requests."""
+    """A loaded model, or one rank's part of it. `forward` is the only thing that touches the cache; it holds no state
+    of requests."""
 
-    def __init__(self, weights: Weights, ops: Ops, dtype: torch.dtype, context_length: int, kind: str = "auto") -> None:
-        """`kind`: of the linear layers' weights, see `Ops.linear`; the output layer is int8 where they are int4."""
+    def __init__(
+        self,
+        weights: Weights,
+        ops: Ops,
+        dtype: torch.dtype,
+        context_length: int,
+        kind: str = "auto",
+        group: Group | None = None,
+    ) -> None:
+        """`kind`: of the linear layers' weights, see `Ops.linear`; the output layer is int8 where they are int4.
+
+        Raises:
+            InvalidConfig: the model cannot be cut into as many parts as the group has ranks.
+        """
         config = weights.config
         self.config, self.ops, self.dtype, self.kind = config, ops, dtype, kind
+        self.group = group or Group()
         h, d = config.hidden, config.head_dim
-        q, kv, inner = config.q_heads * d, config.kv_heads * d, config.intermediate
+        sizes = Sizes(h, config.q_heads, config.kv_heads, d, config.intermediate, config.vocab)
+        self.shard = shard = shards(sizes, self.group.ranks)[self.group.rank]
+        self.q_heads, self.kv_heads = len(shard.q_heads), len(shard.kv_heads)
+        q_rows, kv_rows = (range(heads.start * d, heads.stop * d) for heads in (shard.q_heads, shard.kv_heads))
 
         def take(name: str, *shape: int) -> Tensor:
             return weights.take(f"{name}.weight", shape, dtype)
 
-        def linear(*parts: tuple[str, int], columns: int, bias: bool) -> Linear:
-            """Of weights [size, columns] one below the other, by name and size."""
-            shift = torch.cat([weights.take(f"{name}.bias", (n,), dtype) for name, n in parts]) if bias else None
+        def rows(*parts: tuple[str, int, range], columns: int, bias: bool) -> Linear:
+            """Of these rows of weights [size, columns], one below the other: name, size, rows."""
+            biases = [weights.take(f"{name}.bias", (n,), dtype)[at.start : at.stop] for name, n, at in parts if bias]
+            shift = torch.cat(biases) if bias else None
             if kind in KINDS:
-                shapes = [(f"{name}.weight", (size, columns)) for name, size in parts]
-                found = [weights.take_grouped(name, shape, kind) for name, shape in shapes]
-                numbers = [weight for weight in found if weight is not None]
+                found = [weights.take_grouped(f"{name}.weight", (size, columns), kind) for name, size, _ in parts]
+                numbers = [
+                    w.rows(torch.arange(at.start, at.stop)) for w, (*_, at) in zip(found, parts, strict=True) if w
+                ]
                 if len(numbers) == len(parts):
                     return ops.linear(stack(numbers), shift)
-            return ops.linear(torch.cat([take(name, size, columns) for name, size in parts]), shift, weights=kind)
+            taken = [take(name, size, columns)[at.start : at.stop] for name, size, at in parts]
+            return ops.linear(torch.cat(taken), shift, weights=kind)
+
+        def columns(name: str, size: int, at: range, bias: bool) -> Linear:
+            """Of these columns of a weight [H, size]; the ranks' results add up to the layer's."""
+            shift = weights.take(f"{name}.bias", (h,), dtype) if bias else None
+            if self.group.rank:
+                shift = None  # it is added once
+            if kind in KINDS and at.start % GROUP == 0 and (at.stop % GROUP == 0 or at.stop == size):
+                numbers = weights.take_grouped(f"{name}.weight", (h, size), kind)
+                if numbers is not None:
+                    return ops.linear(numbers.columns_of(at), shift)
+            taken = take(name, h, size)[:, at.start : at.stop]
+            return ops.linear(taken.contiguous(), shift, weights=kind)
+
+        q, kv, inner = config.q_heads * d, config.kv_heads * d, config.intermediate
 
         self._embedding = take("model.embed_tokens", config.vocab, h)
         layers = []
         for i in range(config.layers):
             at = f"model.layers.{i}"
             attention, mlp = f"{at}.self_attn", f"{at}.mlp"
-            inputs = [(f"{attention}.{part}_proj", size) for part, size in (("q", q), ("k", kv), ("v", kv))]
-            gates = [(f"{mlp}.{part}_proj", inner) for part in ("gate", "up")]
+            wanted = (("q", q, q_rows), ("k", kv, kv_rows), ("v", kv, kv_rows))
+            inputs = [(f"{attention}.{part}_proj", size, at) for part, size, at in wanted]
+            gates = [(f"{mlp}.{part}_proj", inner, shard.inner) for part in ("gate", "up")]
             layers.append(
                 Layer(
                     attention_norm=take(f"{at}.input_layernorm", h),
-                    qkv=linear(*inputs, columns=h, bias=config.qkv_bias),
+                    qkv=rows(*inputs, columns=h, bias=config.qkv_bias),
                     head_norms=(take(f"{attention}.q_norm", d), take(f"{attention}.k_norm", d))
                     if config.qk_norm
                     else None,
-                    out=linear((f"{attention}.o_proj", h), columns=q, bias=config.out_bias),
+                    out=columns(f"{attention}.o_proj", q, q_rows, config.out_bias),
                     mlp_norm=take(f"{at}.post_attention_layernorm", h),
-                    gate_up=linear(*gates, columns=h, bias=config.mlp_bias),
-                    down=linear((f"{mlp}.down_proj", h), columns=inner, bias=config.mlp_bias),
+                    gate_up=rows(*gates, columns=h, bias=config.mlp_bias),
+                    down=columns(f"{mlp}.down_proj", inner, shard.inner, config.mlp_bias),
                 )
             )
         self._norm = take("model.norm", h)
+        mine = slice(shard.vocab.start, shard.vocab.stop)
         self._head_weight = self._embedding if config.tied else take("lm_head", config.vocab, h)
         head_kind = "int8" if kind in KINDS else kind
         head_name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
         numbers = weights.take_grouped(head_name, (config.vocab, h), head_kind)
-        head = self._head_weight if numbers is None else numbers
+        head = (
+            self._head_weight[mine].contiguous() if numbers is None else numbers.rows(torch.arange(config.vocab)[mine])
+        )
+        if self.group.ranks > 1 and not config.tied:
+            self._head_weight = self._head_weight[:0]  # only training wants rows of it, and it has one rank
         self._head = ops.linear(head, as_float=True, weights=head_kind)
+        self.identity = weights.identity()
         self._rope = config.rope.tables(d, context_length)
         self._layers = tuple(layers)
         self._fused = ops.fuse(
-            Stack(self._layers, self._norm, self._rope, config.rms_eps, config.q_heads, config.kv_heads, d)
+            Stack(self._layers, self._norm, self._rope, config.rms_eps, self.q_heads, self.kv_heads, d, self.group)
         )
+
+    def new_pool(self, pages: int, page_size: int) -> KVPool:
+        """A cache for its layers, or for this rank's part of them."""
+        return KVPool(self.config.layers, pages, page_size, self.kv_heads, self.config.head_dim, self.dtype)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers, on this rank."""
+        return 2 * self.config.layers * self.kv_heads * self.config.head_dim * self.dtype.itemsize
+
+    def summary(self) -> dict[str, int]:
+        """What this rank has of the model."""
+        shard = self.shard
+        return {
+            "q_heads": self.q_heads,
+            "kv_heads": self.kv_heads,
+            "mlp_columns": len(shard.inner),
+            "vocab_rows": len(shard.vocab),
+        }
 
     @property
     def embedding(self) -> Tensor:
@@ -89,7 +151,7 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [R, V] of final normed hidden states [R, H]."""
-        return self._head(hidden)
+        return self.group.all_gather(self._head(hidden), self.shard.widths)
 
     def hidden(self, view: View, pool: KVPool, layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
         """Final normed hidden states [T, H], and the outputs of these layers side by side, [T, len(layers) H].
@@ -108,10 +170,10 @@ class Llama:
             qkv = layer.qkv(normed)
             if layer.head_norms is not None:
                 self._norm_heads(qkv, *layer.head_norms)
-            ops.rope_store(qkv, view, self._rope, k_cache, v_cache, config.q_heads)
-            mixed = layer.out(ops.attention(qkv, view, k_cache, v_cache, config.q_heads))
-            normed = ops.add_rms_norm(mixed, residual, layer.mlp_norm, eps)
-            added = layer.down(ops.silu_mul(layer.gate_up(normed)))
+            ops.rope_store(qkv, view, self._rope, k_cache, v_cache, self.q_heads)
+            mixed = layer.out(ops.attention(qkv, view, k_cache, v_cache, self.q_heads))
+            normed = ops.add_rms_norm(self.group.all_reduce(mixed), residual, layer.mlp_norm, eps)
+            added = self.group.all_reduce(layer.down(ops.silu_mul(layer.gate_up(normed))))
             normed = ops.add_rms_norm(added, residual, following[i], eps)
             if i in layers:
                 at = layers.index(i) * config.hidden
@@ -121,7 +183,7 @@ class Llama:
     def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         """Normalise each head of the queries and the keys in qkv [T, (Q + 2G) D], in place."""
         d = self.config.head_dim
-        q, kv = self.config.q_heads * d, self.config.kv_heads * d
+        q, kv = self.q_heads * d, self.kv_heads * d
         for part, weight in ((qkv[:, :q], q_norm), (qkv[:, q : q + kv], k_norm)):
             heads = part.reshape(-1, d)
             part.copy_(self.ops.rms_norm(heads, weight, self.config.rms_eps).view(part.shape))

@@ -29,6 +29,8 @@ from engine.ops.grouped import GroupedWeight
 
 # What parsing bytes that are not what they should be can end in.
 _PARSING = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+_SAMPLE = 256
+"""Values of each tensor that tell models apart."""
 _CONVERSION = 2  # raise when the meaning of cached conversions changes
 _GGUF_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _GGUF_TOP = {
@@ -60,6 +62,7 @@ class Weights:
         self._tensors = dict(tensors or {})
         self._stack = ExitStack()
         self._by_name: dict[str, Any] = {}
+        self._seen = hashlib.sha256(repr(config.to_dict()).encode())
         for file in files or []:
             try:
                 handle = self._stack.enter_context(safe_open(file, framework="pt"))
@@ -81,12 +84,25 @@ class Weights:
             raise ModelBroken(f"tensor '{name}' is missing from the model")
         if tuple(tensor.shape) != shape:
             raise ModelBroken(f"tensor '{name}' has shape {tuple(tensor.shape)}, expected {shape}")
+        self._note(name, tensor)
         return tensor.to(dtype)
 
     def take_grouped(self, name: str, shape: tuple[int, ...], kind: str) -> GroupedWeight | None:
         """Tensor `name` as the whole numbers the file holds; None where it does not hold it in this kind."""
         weight = self.blocks.get(name) if self.blocks is not None else None
-        return weight if weight is not None and weight.kind == kind and weight.shape == shape else None
+        if weight is None or weight.kind != kind or weight.shape != shape:
+            return None
+        self._note(name, weight.numbers)
+        return weight
+
+    def identity(self) -> str:
+        """Of the model's shape and of what was taken so far: two processes that took the same have the same."""
+        return self._seen.hexdigest()[:32]
+
+    def _note(self, name: str, tensor: Tensor) -> None:
+        flat = tensor.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // _SAMPLE)].float()
+        self._seen.update(f"{name}{tuple(tensor.shape)}".encode() + sample.numpy().tobytes())
 
     def names(self) -> list[str]:
         """Of all tensors not taken yet."""

@@ -6,7 +6,7 @@ T rows of this forward, H hidden size, D head size, Q and G query and KV heads, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """A model's layers and what they share; `rope`: see `Ops.rope_store`."""
+    """A model's layers and what they share; `rope`: see `Ops.rope_store`; `ranks`: over whom the layers are cut."""
 
     layers: tuple[Layer, ...]
     final_norm: Tensor
@@ -81,6 +81,26 @@ class Stack:
     q_heads: int
     kv_heads: int
     head_dim: int
+    ranks: Ranks
+
+
+class Hook(NamedTuple):
+    """Adding up over all ranks, for compiled kernels: addresses of a `ReduceHook` (layers.hpp) and its argument."""
+
+    function: int
+    group: int
+
+
+class Ranks(Protocol):
+    """What a stack of layers needs to know of the ranks that it is cut over."""
+
+    def hook(self) -> Hook | None:
+        """None where the layers are whole."""
+        ...
+
+    def failure(self) -> Exception:
+        """Why the hook's last call failed."""
+        ...
 
 
 class Fused(Protocol):

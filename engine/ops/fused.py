@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.ops.base import Stack, View
 
 _P, _I64 = ctypes.c_void_p, ctypes.c_int64
+_NOT_ADDED_UP = 2
 
 
 class LinearRef(ctypes.Structure):
@@ -31,6 +32,7 @@ class _StackRef(ctypes.Structure):
     _fields_ = (
         *(("layers", ctypes.POINTER(_LayerRef)), ("count", _I64), ("q_heads", _I64), ("kv_heads", _I64), ("dim", _I64)),
         *(("final_norm", _P), ("cos_table", _P), ("sin_table", _P), ("eps", ctypes.c_double)),
+        *(("all_reduce", _P), ("group", _P)),
     )
 
 
@@ -54,6 +56,7 @@ class FusedLayers:
             target.attention_norm, target.mlp_norm = layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()
             target.qkv, target.out, target.gate_up, target.down = four
         cos, sin = stack.rope
+        hook = stack.ranks.hook()
         self._ref = _StackRef(
             layers=self._layers,
             count=len(stack.layers),
@@ -64,6 +67,8 @@ class FusedLayers:
             cos_table=cos.data_ptr(),
             sin_table=sin.data_ptr(),
             eps=stack.eps,
+            all_reduce=hook.function if hook else None,
+            group=hook.group if hook else None,
         )
 
     def __call__(
@@ -92,7 +97,7 @@ class FusedLayers:
             cache_stride=k.stride(0),
         )
         layers = (ctypes.c_int32 * max(1, len(wanted)))(*wanted)
-        self._function(
+        status = self._function(
             ctypes.byref(self._ref),
             ctypes.byref(ref),
             residual.data_ptr(),
@@ -101,4 +106,6 @@ class FusedLayers:
             len(wanted),
             features.data_ptr(),
         )
+        if status == _NOT_ADDED_UP:
+            raise self._stack.ranks.failure()
         return normed, features

@@ -46,6 +46,15 @@ class GroupedWeight:
         minimum = None if self.minimum is None else self.minimum[index]
         return GroupedWeight(self.kind, self.numbers[index], self.scale[index], minimum, self.columns)
 
+    def columns_of(self, at: range) -> GroupedWeight:
+        """These columns: whole groups, but for a last one that is the weight's own last."""
+        assert at.start % GROUP == 0, at
+        assert at.stop % GROUP == 0 or at.stop == self.columns, at
+        groups = slice(at.start // GROUP, -(-at.stop // GROUP))
+        numbers = self.numbers[:, groups.start * GROUP : groups.stop * GROUP]
+        minimum = None if self.minimum is None else self.minimum[:, groups].contiguous()
+        return GroupedWeight(self.kind, numbers.contiguous(), self.scale[:, groups].contiguous(), minimum, len(at))
+
     def dequantize(self) -> Tensor:
         """The values, float32 [out, in]."""
         values = self.numbers.float().unflatten(1, (-1, GROUP)) * self.scale.float().unsqueeze(-1)

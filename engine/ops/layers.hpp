@@ -18,12 +18,17 @@ struct LayerRef {
   LinearRef qkv, out, gate_up, down;
 };
 
+// Adds up data[count] over all ranks (kind: 0 float, 1 bfloat16); not 0: it failed, and so does the forward.
+using ReduceHook = int (*)(void* group, void* data, int64_t count, int kind);
+
 struct StackRef {
   const LayerRef* layers;
   int64_t count, q_heads, kv_heads, dim;
   const void* final_norm;
   const float *cos_table, *sin_table;
   double eps;
+  ReduceHook all_reduce; // null: the layers are whole
+  void* group;
 };
 
 struct RowsRef {
@@ -52,7 +57,8 @@ template <typename T> void run(const LinearRef& linear_ref, const T* x, int64_t 
 }
 
 // residual [rows, H] becomes the last layer's output, normed [rows, H] the final normalisation of it; features
-// [rows, wanted_count, H] get the outputs of the wanted layers. 1: no attention kernel for these heads.
+// [rows, wanted_count, H] get the outputs of the wanted layers. 1: no attention kernel for these heads. 2: the ranks'
+// parts could not be added up.
 template <typename T>
 int forward(const StackRef& stack, const RowsRef& v, T* residual, T* normed, const int32_t* wanted,
             int64_t wanted_count, T* features) {
@@ -64,6 +70,10 @@ int forward(const StackRef& stack, const RowsRef& v, T* residual, T* normed, con
   const auto eps = static_cast<float>(stack.eps);
   const int q_heads = static_cast<int>(stack.q_heads), kv_heads = static_cast<int>(stack.kv_heads);
   const int dim = static_cast<int>(stack.dim);
+  const auto whole = [&](std::vector<T>& part) {
+    return stack.all_reduce == nullptr ||
+           stack.all_reduce(stack.group, part.data(), rows * hidden, std::is_same_v<T, bf16>) == 0;
+  };
   rms_norm<T>(nullptr, residual, static_cast<const T*>(first.attention_norm), normed, rows, hidden, eps);
   for (int64_t i = 0; i < stack.count; ++i) {
     const LayerRef& layer = stack.layers[i];
@@ -77,10 +87,14 @@ int forward(const StackRef& stack, const RowsRef& v, T* residual, T* normed, con
                          v.mask_width, v.requests, q_heads, kv_heads, dim, mixed.data()))
       return 1;
     run<T>(layer.out, mixed.data(), rows, added.data());
+    if (!whole(added))
+      return 2;
     rms_norm<T>(added.data(), residual, static_cast<const T*>(layer.mlp_norm), normed, rows, hidden, eps);
     run<T>(layer.gate_up, normed, rows, gate_up.data());
     silu_mul<T>(gate_up.data(), activated.data(), rows, inner);
     run<T>(layer.down, activated.data(), rows, added.data());
+    if (!whole(added))
+      return 2;
     const void* next = i + 1 < stack.count ? stack.layers[i + 1].attention_norm : stack.final_norm;
     rms_norm<T>(added.data(), residual, static_cast<const T*>(next), normed, rows, hidden, eps);
     for (int64_t w = 0; w < wanted_count; ++w)

@@ -386,6 +386,7 @@ void linear_bf16(const bf16* x, int64_t m, int64_t k, const bf16* packed, int64_
 } // namespace
 
 #include "layers.hpp"
+#include "shared.hpp"
 
 extern "C" {
 

@@ -22,7 +22,7 @@ from engine.ops.grouped import KINDS, GroupedWeight, quantize
 from engine.ops.reference import ReferenceOps
 
 _SOURCE = Path(__file__).with_name("native.cpp")
-_HEADERS = ("lanes.hpp", "layers.hpp", "linear.hpp", "numbers.hpp", "pool.hpp")
+_HEADERS = ("lanes.hpp", "layers.hpp", "linear.hpp", "numbers.hpp", "pool.hpp", "shared.hpp")
 _FLAGS = (
     *("-O3", "-std=c++20", "-fPIC", "-pthread", "-fopenmp-simd", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
@@ -59,6 +59,15 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_attention": (_I32, (_P, _I64, _P, _P, _P, _I64, _I32, *(_P,) * 6, _I64, _I32, _I32, _I32, _P)),
     "st_forward": (_I32, (_P, _P, _P, _P, _P, _I64, _P)),
     "st_argmax": (None, (_P, _I64, _I64, _P)),
+    "st_shared_bytes": (_I64, (_I64, _I64)),
+    "st_shared_open": (_P, (_P, _I32, _I32, _I64, _I64, _I32)),
+    "st_shared_close": (None, (_P,)),
+    "st_shared_all_reduce": (_I32, (_P, _P, _I64, _I32)),
+    "st_shared_all_gather": (_I32, (_P, _P, _I64, _P, _P)),
+    "st_shared_broadcast": (_I32, (_P, _P, _I64, _I32)),
+    "st_shared_lose": (None, (_P, _I32)),
+    "st_shared_explain": (None, (_P, _P)),
+    "st_shared_totals": (None, (_P, _I64, _P)),
 }
 _TYPED = ("st_linear", "st_rms_norm", "st_silu_mul", "st_rope_store", "st_attention", "st_forward")
 _SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}

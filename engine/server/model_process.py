@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import importlib
 import logging
 import multiprocessing
@@ -22,6 +21,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.ipc.channel import Channel, socket_pair
+from engine.ipc.lifetime import die_with
 from engine.ipc.messages import Fatal, Ready
 from engine.logs import configure_logging
 
@@ -147,7 +147,7 @@ class ModelProcess:
 
 def _run_worker(worker: str, config: EngineConfig, connection: Connection, parent: int) -> None:
     """The first function of the model process."""
-    _die_with(parent)
+    die_with(parent)
     # Ctrl-C and a supervisor's SIGTERM reach the whole process group; the frontend then drains and says `Shutdown`.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -161,14 +161,3 @@ def _run_worker(worker: str, config: EngineConfig, connection: Connection, paren
         status = 1
     connection.close()
     sys.exit(status)
-
-
-def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent dies, however that happens. Linux only."""
-    if sys.platform != "linux":
-        return
-    set_parent_death_signal = 1
-    if ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before the call above
-        os._exit(1)

@@ -13,8 +13,8 @@ import torch
 
 from engine.config import DRAFTERS
 from engine.errors import InvalidConfig, NothingNamed
-from engine.memory.pool import KVPool
 from engine.model.llama import Llama
+from engine.model.shard import cut_over
 from engine.model.source import resolve
 from engine.model.weights import open_weights
 from engine.ops.base import View
@@ -54,13 +54,11 @@ class DraftModelDrafter:
                 f"draft_model: '{name}' has a vocabulary of {vocab} tokens, the target {target.config.vocab}; "
                 "both must share one tokenizer"
             )
-        self._model = Llama(weights, target.ops, target.dtype, surroundings.positions)
+        group = cut_over(target.group, weights.config.kv_heads)
+        self._model = Llama(weights, target.ops, target.dtype, surroundings.positions, group=group)
         weights.close()
         self._pages = surroundings.pages
-        shape = self._model.config
-        self._pool = KVPool(
-            shape.layers, self._pages.total, self._pages.page_size, shape.kv_heads, shape.head_dim, target.dtype
-        )
+        self._pool = self._model.new_pool(self._pages.total, self._pages.page_size)
         self._drafted = np.zeros(surroundings.requests, dtype=np.int64)  # entries that the last `propose` wrote
 
     def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:

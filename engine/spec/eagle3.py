@@ -59,6 +59,7 @@ class Eagle3Drafter:
             target.ops,
             target.dtype,
             surroundings.positions,
+            target.group,
         )
         self.features: tuple[int, ...] = loaded.shape.layers
         self._ops = target.ops

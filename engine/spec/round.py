@@ -8,6 +8,7 @@ round has left them, so that a round can be planned before the one before it has
 from __future__ import annotations
 
 import time
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -119,7 +120,7 @@ class SpecRound:
             prompt_logprobs = _report_prompts(work, logits[len(tree.tokens) :])
             logits = logits[: len(tree.tokens)]
             raw = _adjust(work, tree, logits)
-            chosen = self._choose(work, tree, asked.lengths, logits)
+            chosen = self._agreed(work, tree, asked.lengths, logits)
             accepted = accept(tree, chosen)
             if not tree.chain:
                 self._compact(asked, tree, accepted.path)
@@ -223,6 +224,17 @@ class SpecRound:
             # First the trees' nodes, then the prompt positions whose log-probabilities are wanted.
             logit_rows=torch.from_numpy(np.concatenate((layout.nodes, *_reported(work, layout)))),
         )
+
+    def _agreed(self, work: Sequence[Work], tree: DraftTree, lengths: np.ndarray, logits: Tensor) -> np.ndarray:
+        """The target's token at every node as rank 0 chooses it, int64 [N]; every rank must have the same tree."""
+        group = self._model.group
+        mine = np.empty(len(tree.tokens), dtype=np.int64)
+        if group.rank == 0:
+            mine = self._choose(work, tree, lengths, logits)
+        if group.ranks == 1:
+            return mine
+        drafted = zlib.crc32(tree.tokens.tobytes() + tree.parent.tobytes())
+        return group.agree(mine, np.array([self.stats.rounds, drafted]))
 
     def _choose(self, work: Sequence[Work], tree: DraftTree, lengths: np.ndarray, logits: Tensor) -> np.ndarray:
         """The target's token at every node, int64 [N]."""

@@ -111,6 +111,9 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(tiny_model: Path, weig
         with torch.inference_mode():
             hidden, features = model.hidden(causal_view(torch.arange(50) % 97, pages, 8), pool, (2, 0))
         found.append((hidden, features, *pool.tensors))
-    assert NativeOps(dtype).fuse(Stack(model._layers, model.final_norm, model._rope, 1e-5, 6, 2, 8)) is not None
+    assert (
+        NativeOps(dtype).fuse(Stack(model._layers, model.final_norm, model._rope, 1e-5, 6, 2, 8, model.group))
+        is not None
+    )
     for fused, single in zip(*found, strict=True):
         assert torch.equal(fused, single)

@@ -20,6 +20,7 @@ from tuner.records import LaunchRecord, Setting
 
 _MODELS = ("smollm2-135m",)
 
+_ALLREDUCE = ("auto", "shm", "gloo", "nccl")
 _POLICIES = ("fixed", "adaptive")
 _CHAINS = ("ngram", "draft_model")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -53,7 +54,9 @@ _ENGINE = {
     "threads": SettingSpec("int", "threads of the model process", low=1),
     "prefix_cache": SettingSpec("str", "requests that begin alike share what was computed", choices=("on", "off")),
     "seed": SettingSpec("int", "from which requests without a seed get theirs", low=0),
-    "tp": SettingSpec("int", "tensor parallel size", low=1, high=1),
+    "tp": SettingSpec("int", "tensor parallel size: ranks that share each layer", low=1, high=64),
+    "allreduce": SettingSpec("str", "how the ranks exchange what they computed", choices=_ALLREDUCE),
+    "collective_timeout_s": SettingSpec("float", "a rank silent for so long takes the server down", low=0.1, high=3600),
 }
 
 
@@ -75,6 +78,8 @@ class BundledEngine:
         values = {**args, **settings}
         found = duplicates(args, settings) + unknown_names(values, self.settings)
         found += value_problems(values, self.settings)
+        if not found and values.get("allreduce", "auto") != "auto" and values.get("tp", 1) == 1:
+            found.append("allreduce: has no meaning with one rank (tp 1); valid: auto")
         return found or shape_problems(values, _CHAINS, tuple(_SPECULATION))
 
     def record(
@@ -98,7 +103,7 @@ class BundledEngine:
         argv = [sys.executable, "-m", "engine", "serve", "--model", path, "--served-model-name", served]
         argv += ["--host", host, "--port", str(port)]
         for name in self.settings:
-            if name in values and name != "tp":
+            if name in values:
                 argv += ["--" + name.replace("_", "-"), str(values[name])]
         return LaunchRecord(
             engine=self.kind,
@@ -109,7 +114,7 @@ class BundledEngine:
             host=host,
             port=port,
             settings=dict(settings),
-            expected={name: value for name, value in values.items() if value != "auto" and name != "tp"},
+            expected={name: value for name, value in values.items() if value != "auto"},
             served_model=served,
             flush_path="/flush_cache",
         )

@@ -13,8 +13,9 @@ import pytest
 class Stream(threading.Thread):
     """A request in flight, streamed or not, that would go on until it is cut off."""
 
-    def __init__(self, url: str, stream: bool) -> None:
+    def __init__(self, url: str, stream: bool, tokens: int = 400_000) -> None:
         super().__init__(daemon=True)
+        self._tokens = tokens
         self.body = ""
         self.status = 0
         self._url, self._stream = url, stream
@@ -24,7 +25,7 @@ class Stream(threading.Thread):
             assert self._begun.wait(10)
 
     def run(self) -> None:
-        body = {"prompt": "abc", "max_tokens": 400_000, "stream": self._stream}
+        body = {"prompt": "abc", "max_tokens": self._tokens, "ignore_eos": True, "stream": self._stream}
         with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=20) as response:
             self.status = response.status_code
             for text in response.iter_text():

@@ -141,3 +141,10 @@ def exit_at_start(config: EngineConfig, connection: Connection) -> int:
 def never_ready(config: EngineConfig, connection: Connection) -> int:
     connection.recv()
     return 0
+
+
+def real(config: EngineConfig, connection: Connection) -> int:
+    """The engine's own model process."""
+    from engine.worker import main as run
+
+    return run(config, connection)

@@ -113,7 +113,9 @@ class TestBundled:
             ({"speculation": "ngram", "num_steps": 2, "ngram_min": 5, "ngram_max": 3}, {}, "above ngram_max"),
             ({"speculation": "none"}, {"speculation": "none"}, "both in engine.args and among the settings"),
             ({"speculation": "none"}, {"page_sise": 16}, "did you mean 'page_size'"),
-            ({"speculation": "none"}, {"tp": 2}, "tp: 2 is not valid"),
+            ({"speculation": "none"}, {"tp": 65}, "tp: 65 is not valid"),
+            ({"speculation": "none", "allreduce": "shm"}, {"tp": 1}, "no meaning with one rank"),
+            ({"speculation": "none", "allreduce": "smh"}, {"tp": 2}, "allreduce: 'smh' is not valid"),
             ({"speculation": "ngram", "num_steps": 2, "disable_batch_threshold": 0}, {}, "or never"),
         ],
     )

@@ -1,0 +1,377 @@
+"""The processes of one model: rank 0, which speaks to the frontend, and the others, which do what it does.
+
+Every rank runs the same scheduler on the same messages, in the same order, so nothing but those messages has to be
+told. They go through a pipe from rank 0 to each other rank; what ranks compute goes through a collective
+(`engine.collectives`). When a rank ends, rank 0 ends with the cause, and takes the others with it; when rank 0 ends,
+the kernel ends the others. A rank that hangs is noticed by those that wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
+
+from engine.collectives.base import Choice, Collective, Group, Place, backend, choose
+from engine.config import EngineConfig
+from engine.errors import CollectiveError, EngineError, RankLost
+from engine.ipc.lifetime import die_with
+from engine.ipc.messages import Fatal
+from engine.logs import configure_logging
+
+log = logging.getLogger(__name__)
+
+FOLLOW = "engine.worker:follow"
+_BLAME_S = 1.0
+"""After a broken exchange the process that broke it is found dead within this time, if it is."""
+_EXIT_S = 2.0
+_REACT_S = 3.0
+"""Rank 0 reacts to a rank's last words within this time, or hangs."""
+
+
+class RankFailed(EngineError):
+    """A rank other than 0 has ended with an error of its own; the message is its cause."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """Last words of a rank. `consequence`: another rank's end or silence was the cause."""
+
+    cause: str
+    exit_code: int
+    consequence: bool
+
+
+class Step:
+    """Run one round."""
+
+
+class _Stop:
+    """End."""
+
+
+class Crew(Protocol):
+    """The ranks, as one of them sees them."""
+
+    group: Group
+    choice: Choice | None
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank. All ranks call it at the same point.
+
+        Raises:
+            RankLost, RankFailed: another one has ended.
+        """
+        ...
+
+    def tell(self, message: Any) -> None:
+        """From rank 0: let the others do this as well, before the next `Step` or at once when it is one."""
+        ...
+
+    def await_message(self, connection: Connection) -> None:
+        """On rank 0: until the frontend has something to say. Raises RankLost, RankFailed."""
+        ...
+
+    def explain(self, error: BaseException) -> BaseException:
+        """The error that lies behind `error`: a rank's death, where that is why an exchange failed."""
+        ...
+
+    def dismiss(self) -> None:
+        """Let the other ranks end by themselves."""
+        ...
+
+    def close(self) -> None:
+        """End the other ranks by force. May be called more than once."""
+        ...
+
+
+class Alone:
+    """One rank."""
+
+    def __init__(self) -> None:
+        self.group = Group()
+        self.choice: Choice | None = None
+
+    def exchange(self, value: Any) -> list[Any]:
+        """See `Crew.exchange`."""
+        return [value]
+
+    def tell(self, message: Any) -> None:
+        """See `Crew.tell`."""
+
+    def await_message(self, connection: Connection) -> None:
+        """See `Crew.await_message`. The caller's `recv` waits."""
+
+    def explain(self, error: BaseException) -> BaseException:
+        """See `Crew.explain`."""
+        return error
+
+    def dismiss(self) -> None:
+        """See `Crew.dismiss`."""
+
+    def close(self) -> None:
+        """See `Crew.close`."""
+
+
+def launch(config: EngineConfig, frontend: Connection | None = None, follow: str = FOLLOW) -> Crew:
+    """Start the other ranks of this model, if it has some; this process is rank 0.
+
+    Args:
+        config: of all of them.
+        frontend: told by another rank when this one hangs.
+        follow: what the others run, "module:function", called with (config, crew).
+
+    Raises:
+        InvalidConfig: the exchange that is asked for cannot run here.
+    """
+    if config.tp == 1:
+        return Alone()
+    place = Place(config.tp)
+    choice = choose(config.allreduce, place)
+    log.info("%d ranks, joined by %s (%s)", config.tp, choice.name, choice.reason)
+    if not choice.verified:
+        log.warning("allreduce %s has never run on real hardware; see docs/hardware.md", choice.name)
+    return Leader(config, place, choice, frontend, follow)
+
+
+class Leader:
+    """Rank 0's side."""
+
+    def __init__(
+        self, config: EngineConfig, place: Place, choice: Choice, frontend: Connection | None, follow: str
+    ) -> None:
+        self.choice: Choice | None = choice
+        chosen = backend(choice.name)
+        context = multiprocessing.get_context("spawn")
+        meeting = chosen.meeting(place)
+        self._processes = []
+        self._pipes: list[Connection] = []
+        self._told: list[Any] = []
+        self._collective: Collective | None = None
+        self._closing = False
+        try:
+            for rank in range(1, place.ranks):
+                ours, theirs = context.Pipe()
+                arguments = (follow, config, rank, place, choice.name, meeting, theirs, frontend, os.getpid())
+                process = context.Process(target=_run_follower, args=arguments, name=f"rank {rank}", daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+            log.info("rank 0 is process %d, %s", os.getpid(), self._others())
+            self._collective = chosen.open(meeting, 0, place, config.collective_timeout_s)
+            self.exchange("met")
+        except BaseException:
+            self.close()
+            raise
+        meeting.close()
+        self.group = Group(0, place.ranks, self._collective)
+        threading.Thread(target=self._watch, name="watch of the ranks", daemon=True).start()
+
+    def _others(self) -> str:
+        return ", ".join(f"{process.name} process {process.pid}" for process in self._processes)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """See `Crew.exchange`."""
+        self._flush()
+        values = [value, *(self._receive(rank) for rank in range(1, len(self._pipes) + 1))]
+        for rank in range(1, len(values)):
+            self._send(rank, values)
+        return values
+
+    def tell(self, message: Any) -> None:
+        """See `Crew.tell`."""
+        self._told.append(message)
+        if isinstance(message, Step):
+            self._flush()
+
+    def await_message(self, connection: Connection) -> None:
+        """See `Crew.await_message`."""
+        while connection not in wait([connection, *self._pipes, *(p.sentinel for p in self._processes)]):
+            found = self._found()
+            if found is not None:
+                raise found
+
+    def explain(self, error: BaseException) -> BaseException:
+        """See `Crew.explain`."""
+        if not isinstance(error, CollectiveError):
+            return error
+        wait([*self._pipes, *(process.sentinel for process in self._processes)], _BLAME_S)
+        found = self._found()
+        return found if found is not None else error
+
+    def close(self) -> None:
+        """See `Crew.close`. Without a word before it, what the others are in the middle of is of no use any more."""
+        self._closing = True
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def dismiss(self) -> None:
+        """See `Crew.dismiss`."""
+        self._closing = True
+        self._told.append(_Stop())
+        with contextlib.suppress(EngineError):
+            self._flush()
+            for process in self._processes:
+                process.join(_EXIT_S)
+
+    def _flush(self) -> None:
+        told, self._told = self._told, []
+        if told:
+            for rank in range(1, len(self._pipes) + 1):
+                self._send(rank, told)
+
+    def _send(self, rank: int, message: Any) -> None:
+        try:
+            self._pipes[rank - 1].send(message)
+        except OSError:
+            raise self._found() or self._lost(rank) from None
+
+    def _receive(self, rank: int) -> Any:
+        pipe, process = self._pipes[rank - 1], self._processes[rank - 1]
+        ready = wait([pipe, process.sentinel])
+        try:
+            message = pipe.recv() if pipe in ready else None
+        except (EOFError, OSError):
+            message = None
+        if message is None:
+            raise self._found() or self._lost(rank)
+        if isinstance(message, _Failed):
+            raise self._failed(rank, message)
+        return message[0]
+
+    def _found(self) -> EngineError | None:
+        """Why a rank has ended, if one has: a death first, then errors, then what followed from either."""
+        found: list[tuple[int, EngineError]] = []
+        for rank, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True), 1):
+            words: Any = None
+            with contextlib.suppress(EOFError, OSError):
+                words = pipe.recv() if pipe.poll() else None
+            if isinstance(words, _Failed):
+                found.append((2 if words.consequence else 1, self._failed(rank, words)))
+            elif words is None and wait([process.sentinel], 0):
+                found.append((0, self._lost(rank)))
+        return min(found, key=lambda entry: entry[0])[1] if found else None
+
+    def _lost(self, rank: int) -> RankLost:
+        process = self._processes[rank - 1]
+        process.join(_EXIT_S)
+        status = process.exitcode
+        end = f"ended with status {status} without saying why"
+        if status is not None and status < 0:
+            hint = "; the kernel's out-of-memory killer does that (see dmesg)" if status == -signal.SIGKILL else ""
+            end = f"was ended by signal {-status} ({signal.Signals(-status).name}){hint}"
+        return RankLost(f"rank {rank} of {len(self._pipes) + 1} (process {process.pid}) {end}; no rank can go on alone")
+
+    def _failed(self, rank: int, words: _Failed) -> RankFailed:
+        return RankFailed(f"rank {rank} of {len(self._pipes) + 1}: {words.cause}", words.exit_code)
+
+    def _watch(self) -> None:
+        """Tell whoever waits in an exchange for a rank that has died. A thread of its own."""
+        sentinels = {process.sentinel: rank for rank, process in enumerate(self._processes, 1)}
+        ended = wait(list(sentinels))
+        if not self._closing and self._collective is not None:
+            self._collective.lose(min(sentinels[sentinel] for sentinel in ended if isinstance(sentinel, int)))
+
+
+class Follower:
+    """Another rank's side."""
+
+    def __init__(self, pipe: Connection, group: Group) -> None:
+        self.group = group
+        self.choice: Choice | None = None
+        self._pipe = pipe
+
+    def exchange(self, value: Any) -> list[Any]:
+        """See `Crew.exchange`."""
+        self._pipe.send((value,))
+        values: list[Any] = self._pipe.recv()
+        return values
+
+    def tell(self, message: Any) -> None:
+        """See `Crew.tell`. Only rank 0 has something to tell."""
+
+    def await_message(self, connection: Connection) -> None:
+        """See `Crew.await_message`. Only rank 0 hears the frontend."""
+
+    def explain(self, error: BaseException) -> BaseException:
+        """See `Crew.explain`."""
+        return error
+
+    def dismiss(self) -> None:
+        """See `Crew.dismiss`. Rank 0 does that."""
+
+    def close(self) -> None:
+        """See `Crew.close`. Rank 0 does that."""
+
+    def messages(self) -> Iterator[Any]:
+        """What rank 0 tells, until it says stop."""
+        while True:
+            told: Sequence[Any] = self._pipe.recv()
+            for message in told:
+                if isinstance(message, _Stop):
+                    return
+                yield message
+
+
+def _run_follower(
+    follow: str,
+    config: EngineConfig,
+    rank: int,
+    place: Place,
+    name: str,
+    meeting: Any,
+    pipe: Connection,
+    frontend: Connection | None,
+    parent: int,
+) -> None:
+    """The first function of a rank's process. It ends without atexit handlers, which may wait for other ranks."""
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # What all ranks notice, rank 0 says.
+    configure_logging("warning" if config.log_level in ("info", "debug") else config.log_level, config.log_format)
+    module, _, function = follow.partition(":")
+    status = 1
+    try:
+        run = getattr(importlib.import_module(module), function)
+        collective = backend(name).open(meeting, rank, place, config.collective_timeout_s)
+        crew = Follower(pipe, Group(rank, place.ranks, collective))
+        crew.exchange("met")
+        meeting.close()
+        run(config, crew)
+        status = 0
+    except (EOFError, ConnectionError):
+        pass  # rank 0 has gone; it, or the frontend, says why
+    except BaseException as error:  # noqa: BLE001 - carried to rank 0, which ends the server with it
+        if not isinstance(error, EngineError):
+            log.error("rank %d:\n%s", rank, traceback.format_exc().rstrip())
+        cause = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        code = error.exit_code if isinstance(error, EngineError) else 1
+        _last_words(pipe, _Failed(cause, code, isinstance(error, CollectiveError)), frontend, parent)
+    os._exit(status)
+
+
+def _last_words(pipe: Connection, words: _Failed, frontend: Connection | None, parent: int) -> None:
+    """Tell rank 0; where that hangs itself, tell the frontend, and end rank 0."""
+    with contextlib.suppress(OSError, EOFError):
+        pipe.send(words)
+        if words.consequence and not pipe.poll(_REACT_S):
+            if frontend is not None:
+                frontend.send(Fatal(f"rank 0 hangs: {words.cause}", "", 1))
+            os.kill(parent, signal.SIGKILL)
