@@ -62,6 +62,7 @@ def carry_out(
     from tuner.study.crashes import CrashMemory
     from tuner.study.database import storage_problem
     from tuner.study.decide import recommendation
+    from tuner.study.hot import saving
     from tuner.study.interrupt import Interrupted
     from tuner.study.session import run_study
     from tuner.study.store import StudyStore
@@ -98,6 +99,8 @@ def carry_out(
         if before.state == "done" and len(data.launches) == len(before.launches):
             say("\nThis study was complete: nothing was measured now. To begin anew, give it a new name with --study.")
         say(f"\nThe search ended because: {data.reason}.")
+        if saved := saving(data).sentence:
+            say(saved)
         say(f"Every candidate:      tuner report {data.name}{where}")
         what = "the baseline:" if found.overall.winner is None else "the winner:"
         say(f"Deploy {what:<14} tuner export {data.name} --format shell --output DIR{where}")

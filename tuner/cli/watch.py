@@ -28,6 +28,7 @@ PHASES = {
     "start": "starting the server",
     "ready": "waiting until it is ready",
     "smoke": "trying a real completion",
+    "reconfigure": "changing settings of the running server",
     "block": "measuring",
     "answers": "comparing answers with the baseline's",
     "stop": "stopping the server",

@@ -140,6 +140,30 @@ class Engine(Protocol):
         """A sentence when the model does not exist, with the nearest name."""
 
 
+@dataclass(frozen=True)
+class Change:
+    """The request that puts a running server to the hot settings of a launch record: a POST of `body` to `path`.
+
+    `body` names every hot setting, also those that the record leaves to the engine, so that nothing stays of what the
+    server ran with before; afterwards the server must report them all as in effect.
+    """
+
+    path: str
+    body: Mapping[str, Any]
+
+
+@runtime_checkable
+class Reconfigurable(Protocol):
+    """An engine whose `hot` settings are changed on a running server."""
+
+    @property
+    def hot(self) -> frozenset[str]:
+        """See `Engine.hot`."""
+
+    def change(self, record: LaunchRecord) -> Change:
+        """What makes a server, launched with other hot settings but the same cold ones, what this record starts."""
+
+
 @runtime_checkable
 class Installed(Protocol):
     """An engine that is installed apart from the tuner, so that it may be missing, or of another version."""

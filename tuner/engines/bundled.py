@@ -13,7 +13,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tuner.engines.base import Mismatch, SettingSpec, compare, duplicates, env_problems, unknown_names, value_problems
+from tuner.engines.base import (
+    Change,
+    Mismatch,
+    SettingSpec,
+    compare,
+    duplicates,
+    env_problems,
+    unknown_names,
+    value_problems,
+)
 from tuner.engines.speculation import draft_tokens, shape_problems
 from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import LaunchRecord, Setting
@@ -128,6 +137,10 @@ class BundledEngine:
         page = (server_info.get("effective") or {}).get("page_size", 1)
         return [m for m in found if m.setting != "kv_tokens" or not 0 <= (m.effective or 0) - m.requested < page]
 
+    def change(self, record: LaunchRecord) -> Change:
+        """See `Reconfigurable.change`."""
+        return Change("/reconfigure", hot_settings(record.expected))
+
     def version(self) -> str:
         """The distribution's version and a hash of the engine's source, which an editable install may change.
 
@@ -160,6 +173,23 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
         if "steps_by_batch" not in values:
             values.setdefault("disable_batch_threshold", "never")
     return values
+
+
+_DEFAULTS = {
+    "spec_version": "v1",
+    "disable_batch_threshold": "never",
+    "steps_by_batch": None,
+    "policy": "fixed",
+    "acceptance": "target",
+}
+
+
+def hot_settings(expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Every hot setting as a launch with these has it. Without speculation there is no shape to a draft."""
+    told = {"speculation": "none", **_DEFAULTS, **{name: expected[name] for name in _HOT if name in expected}}
+    if told["speculation"] == "none":
+        return {name: value for name, value in told.items() if name not in ("num_steps", "topk", "num_draft_tokens")}
+    return told
 
 
 def _located(model: str) -> tuple[str, str]:

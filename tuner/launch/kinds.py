@@ -39,6 +39,7 @@ KINDS: dict[str, Kind] = {
     "spec_inactive": Kind("Speculation was asked for and is not in effect."),
     "capped_effective": Kind("The server runs with a lower value than was asked for."),
     "no_op_setting": Kind("A setting had no effect."),
+    "reconfigure_failed": Kind("A running server did not take other settings.", "environment"),
     "port_conflict": Kind("Someone else listens on the port.", "environment", True),
     "killed_externally": Kind("Someone else ended the server.", "environment", True),
     "transient_env": Kind("The machine was not ready: a resource was still being released.", "environment", True),

@@ -4,31 +4,46 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tuner.engines.base import Reconfigurable
 from tuner.errors import EnvironmentBroken, LaunchFailed, StudyStopped
 from tuner.judge.quality import Answers
+from tuner.launch.kinds import failure as kind_failure
 from tuner.records import Block, Candidate, Failure, LaunchRecord
 from tuner.space import Listed
 from tuner.study.crashes import CrashMemory
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData
 from tuner.study.database import finite, storage_problem
 from tuner.study.decide import recommendation, verdicts_of
-from tuner.study.engine import StudyEngine, illegal, launch_record, not_in_effect, speculates
+from tuner.study.engine import (
+    StudyEngine,
+    hot_settings,
+    illegal,
+    launch_record,
+    not_in_effect,
+    speculates,
+    unsettled,
+)
+from tuner.study.hot import cold_values, group, reachable
 from tuner.study.journal import Entry, Journal
 from tuner.study.planner import (
+    STRAY,
     Begin,
     Confirm,
     Done,
+    Launch,
     Measure,
     Policy,
+    Step,
     Stop,
     Tell,
+    idle,
     launches_used,
     next_step,
     slot_state,
@@ -37,12 +52,26 @@ from tuner.study.probe import NoAnswer, Probe, check
 from tuner.study.progress import Event, Observer, Silent
 from tuner.study.quality import ANSWERS, JUDGED, VETO, wanted
 from tuner.study.quality import verdicts as quality_verdicts
-from tuner.study.sampler import PATIENCE, draw_untried, propose
+from tuner.study.sampler import PATIENCE, Proposal, draw_untried, propose
 from tuner.study.score import FAILED, ILLEGAL, Score, score
 from tuner.study.store import AlreadyMeasured, StudyStore
 from tuner.study.world import RunningServer, StopReport, World
 
 HOST = "127.0.0.1"
+
+
+@dataclass
+class _Up:
+    """The server that is up: its launch, how it was launched, and whose settings it has now (`slot`, `record`).
+
+    `change` is the reconfiguration that gave it those; None while it is as it was launched.
+    """
+
+    launch: int
+    server: RunningServer
+    record: LaunchRecord
+    slot: Slot
+    change: int | None = None
 
 
 class Controller:
@@ -90,6 +119,7 @@ class Controller:
         self.probe = probe
         self._unsettled: StopReport | None = None
         self._names: dict[str, str] = {}
+        self._up: _Up | None = None
 
     @cached_property
     def journal(self) -> Journal:
@@ -105,19 +135,38 @@ class Controller:
             EnvironmentBroken: the machine is at fault. Both can be run again.
         """
         data = self._recover()
-        if isinstance(step := self._next(data), Done) and data.state == "done":
+        if isinstance(self._next(data), Done) and data.state == "done":
             return data
         self.store.set_state("running")
+        try:
+            return self._work()
+        except BaseException:
+            if self._up is not None:
+                with self.shield():
+                    self._end(self._up.slot, self._up.launch, self._up.server, interrupted=True)
+            raise
+
+    def _work(self) -> StudyData:
         while True:
             self.check()
             data = self.store.data()
             self.observer.state(data)
             step = self._next(data)
+            if self._up is not None and not _needs(step, self._up.launch):
+                self._take_down()
+                continue  # what has ended may change what comes next
             match step:
-                case Begin(number=number):
-                    self._begin(data, number)
+                case Begin():
+                    self._begin(data, step)
+                case Launch(slot=slot):
+                    self._bring_up(data, slot)
+                case Measure(slot=slot, levels=levels, on=None):
+                    if self._bring_up(data, slot):
+                        self._measure(data, slot, levels)
+                    if self._up is not None:
+                        self._take_down()
                 case Measure(slot=slot, levels=levels):
-                    self._launch(data, slot, levels)
+                    self._measure(data, slot, levels)
                 case Tell(number=number):
                     self._tell(data, data.trials[number])
                 case Confirm(confirmation=confirmation):
@@ -129,8 +178,19 @@ class Controller:
                 case Done(reason=reason):
                     return self._finish(data, reason)
 
-    def _next(self, data: StudyData) -> Begin | Measure | Tell | Confirm | Stop | Done:
-        return next_step(data, self.policy, exhausted=self._exhausted(data))
+    def _next(self, data: StudyData) -> Step:
+        return next_step(
+            data,
+            self.policy,
+            exhausted=self._exhausted(data),
+            hot=self._hot,
+            serving=self._up.launch if self._up else None,
+            exhausted_here=self._exhausted_here(data),
+        )
+
+    @cached_property
+    def _hot(self) -> frozenset[str]:
+        return hot_settings(self.engine)
 
     # -- taking up --------------------------------------------------------------------------------------------------
 
@@ -172,22 +232,35 @@ class Controller:
             return None
         return {i: each for i, each in listed.items() if not illegal(space, self.engine, each.candidate)}
 
-    def _exhausted(self, data: StudyData) -> bool:
-        tried = {trial.candidate_id for trial in data.trials}
-        return self._universe is not None and self._universe.keys() <= tried
+    def _exhausted(self, data: StudyData, within: int | None = None) -> bool:
+        """Whether every candidate has been tried, or every one in the reach of a launch."""
+        universe = self._reach(data, within)
+        return universe is not None and universe.keys() <= {trial.candidate_id for trial in data.trials}
 
-    def _begin(self, data: StudyData, number: int) -> None:
-        """Makes trial `number`. What needs no launch is told at once."""
-        history = self.store.trials.history()
+    def _exhausted_here(self, data: StudyData) -> bool:
+        launch = group(data) if self._hot else None
+        return launch is not None and self._exhausted(data, launch.id)
+
+    def _reach(self, data: StudyData, within: int | None) -> Mapping[str, Listed] | None:
+        """The candidates that a launch can serve, all for None; None where they cannot be listed."""
+        if within is None or self._universe is None:
+            return self._universe
+        return {i: each for i, each in self._universe.items() if self._in_reach(data, within, each.candidate)}
+
+    def _in_reach(self, data: StudyData, launch: int, candidate: Candidate) -> bool:
+        launched = data.settings_of(data.launch[launch].slot.candidate_id)
+        return reachable(self._hot, launched, candidate.settings)
+
+    def _begin(self, data: StudyData, step: Begin) -> None:
+        """Makes a trial. What needs no launch is told at once."""
+        number = step.number
         if number == 0:
             # A baseline that the parameters do not make up has none: the sampler passes over it.
             self.store.put_candidate(data.baseline)
             self.store.trials.begin("baseline", data.baseline.id, None)
             return
         tried = {trial.candidate_id: trial for trial in reversed(data.trials)}  # each with its first trial
-        proposal = propose(data.space, history, data.seed)
-        if self._idle(data) >= PATIENCE and self._universe is not None:
-            proposal = draw_untried(data.space, self._universe, tried, data.seed, number) or proposal
+        proposal = self._propose(data, step, tried)
         candidate = proposal.candidate
         self.store.put_candidate(candidate)
         if candidate.id in tried:
@@ -200,19 +273,31 @@ class Controller:
         elif self.crashes is not None and (known_crash := self.crashes.known(data, candidate)):
             self.store.trials.record("known_crash", candidate.id, proposal, FAILED, known_crash)
             self._say("known_crash", f"trial {number}: {described(candidate)} is not launched: {known_crash}")
+        elif step.only and step.within is not None and not self._in_reach(data, step.within, candidate):
+            why_not = "it needs a launch of its own, and none is left for the search"
+            self.store.trials.record("out_of_launches", candidate.id, proposal, FAILED, why_not)
         else:
             self.store.trials.begin("measured", candidate.id, proposal)
             self._say("trial", f"trial {number}: {described(candidate)}", trial=number, candidate=candidate.id)
 
-    def _idle(self, data: StudyData) -> int:
-        """Trials since the last one that needed a launch."""
-        numbers = [trial.number for trial in data.trials if trial.kind in ("baseline", "measured")]
-        return len(data.trials) - 1 - numbers[-1]
+    def _propose(self, data: StudyData, step: Begin, tried: Collection[str]) -> Proposal:
+        """What the sampler picks, within the reach of the launch that the step names, if the space has that."""
+        space, fixed = data.space, None
+        if step.within is not None:
+            launched = data.candidates[data.launch[step.within].slot.candidate_id]
+            fixed = cold_values(space, self._hot, launched)
+        proposal = propose(space, self.store.trials.history(), data.seed, fixed or {})
+        stray = step.only and step.within is not None and not self._in_reach(data, step.within, proposal.candidate)
+        if stray or idle(data) >= (PATIENCE if step.within is None else STRAY):
+            universe = self._reach(data, step.within)
+            drawn = draw_untried(space, universe, tried, data.seed, step.number) if universe else None
+            proposal = drawn or proposal
+        return proposal
 
     def _score(self, data: StudyData, trial: StoredTrial) -> Score:
         if trial.kind == "illegal":
             return ILLEGAL
-        if trial.kind == "known_crash":
+        if trial.kind in ("known_crash", "out_of_launches"):
             return FAILED
         return score(data, trial.candidate_id)
 
@@ -249,8 +334,8 @@ class Controller:
 
     # -- launches ---------------------------------------------------------------------------------------------------
 
-    def _launch(self, data: StudyData, slot: Slot, levels: tuple[int, ...]) -> None:
-        """One launch of a slot: its missing levels are measured, or the failure is kept."""
+    def _bring_up(self, data: StudyData, slot: Slot) -> bool:
+        """Launches the slot's candidate; whether its server is up, or else the failure is kept."""
         self._settle()
         launch = self.store.begin_launch(slot)
         server: RunningServer | None = None
@@ -263,30 +348,29 @@ class Controller:
                 self._working(data, slot, launch)
                 server = self.world.start(record, marker=marker, log_path=log_path)
                 self.store.launch_started(launch, server.pid)
-                self._bring_up(launch, server, record, slot)
-                for level in levels:
-                    if not self._block(data, launch, server, record, slot, level):
-                        break  # without this level there is no result: the others would be measured for nothing
-                else:
-                    self._ask_answers(launch, server, record, slot)
+                self._await(launch, server, record, slot)
             except LaunchFailed as error:
                 self.check()  # a tuner that has taken the study over ends our server, which is no fault of its own
                 with self.shield():
                     self.store.launch_failed(launch, error.failure)
                 self._report_failure(data, slot, error.failure)
+                with self.shield():
+                    self._end(slot, launch, server)
+                return False
         except BaseException:
             with self.shield():
-                self._end(data, slot, launch, server, interrupted=True)
+                self._end(slot, launch, server, interrupted=True)
             raise
-        with self.shield():
-            self._end(data, slot, launch, server)
+        self._up = _Up(launch, server, record, slot)
+        return True
 
-    def _record(self, data: StudyData, slot: Slot) -> LaunchRecord:
+    def _record(self, data: StudyData, slot: Slot, port: int | None = None) -> LaunchRecord:
         candidate = data.candidates[slot.candidate_id]
         image = data.fingerprint.get("image")
-        return launch_record(data.space, self.engine, candidate, host=HOST, port=self.world.free_port(), image=image)
+        port = self.world.free_port() if port is None else port
+        return launch_record(data.space, self.engine, candidate, host=HOST, port=port, image=image)
 
-    def _bring_up(self, launch: int, server: RunningServer, record: LaunchRecord, slot: Slot) -> None:
+    def _await(self, launch: int, server: RunningServer, record: LaunchRecord, slot: Slot) -> None:
         self.observer.working(slot, "ready")
         server.wait_ready()
         self.observer.working(slot, "smoke")
@@ -295,6 +379,54 @@ class Controller:
         self.store.launch_ready(launch, info)
         if info is not None and (failure := not_in_effect(self.engine.mismatches(record, info))):
             raise LaunchFailed(failure)
+
+    def _measure(self, data: StudyData, slot: Slot, levels: tuple[int, ...]) -> None:
+        """The levels of a slot on the server that is up, which is put to its settings first where it has others."""
+        up = self._up
+        assert up is not None
+        try:
+            if up.slot != slot:
+                self._reconfigure(data, up, slot)
+            for level in levels:
+                if not self._block(data, up.launch, up.server, up.record, slot, level):
+                    break  # without this level there is no result: the others would be measured for nothing
+            else:
+                self._ask_answers(up.launch, up.server, up.record, slot)
+        except LaunchFailed as error:
+            self.check()  # as when it is brought up
+            with self.shield():
+                if up.change is None:
+                    self.store.launch_failed(up.launch, error.failure)
+                else:
+                    self.store.reconfiguration_failed(up.change, error.failure)
+            self._report_failure(data, slot, error.failure, up.change is not None)
+            self._take_down()
+
+    def _reconfigure(self, data: StudyData, up: _Up, slot: Slot) -> None:
+        """Puts the server that is up to a slot's settings, and reads back whether they are in effect.
+
+        Raises:
+            LaunchFailed: they are not; what the server runs with is then not known.
+        """
+        record = self._record(data, slot, up.record.port)
+        assert isinstance(self.engine, Reconfigurable)
+        change = self.engine.change(record)
+        self.observer.working(slot, "reconfigure")
+        # From here on the server may be half changed: whatever comes is the change's.
+        up.change = self.store.ask_reconfiguration(up.launch, slot, change.body)
+        up.slot, up.record = slot, record
+        self._say("reconfigure", f"on the running server: {self._named(data, slot.candidate_id)} ({slot.role})")
+        self.world.reconfigure(up.server, record, change)
+        info = up.server.server_info()
+        if problem := unsettled(self.engine, record, change, info):
+            raise LaunchFailed(up.server.failure() or kind_failure("reconfigure_failed", "readback", problem))
+        self.store.reconfigured(up.change, info)
+
+    def _take_down(self) -> None:
+        up, self._up = self._up, None
+        assert up is not None
+        with self.shield():
+            self._end(up.slot, up.launch, up.server)
 
     def _block(
         self, data: StudyData, launch: int, server: RunningServer, record: LaunchRecord, slot: Slot, level: int
@@ -425,9 +557,10 @@ class Controller:
 
     def _take_over(self, data: StudyData) -> None:
         """Keeps the blocks that are in the record and not in the database: a kill, or a lock, came in between."""
-        known = {launch.id: launch.slot for launch in data.launches}
+        known = {(launch.id, launch.slot) for launch in data.launches}
+        known |= {(each.launch_id, each.slot) for each in data.reconfigurations}
         for entry in self.journal.entries():
-            if known.get(entry.launch) != entry.slot:
+            if (entry.launch, entry.slot) not in known:
                 continue  # the database is an older copy: what the block was measured against is not in it
             if entry.attempt < self.store.attempts(entry.slot, entry.block.concurrency):
                 continue
@@ -441,10 +574,9 @@ class Controller:
                 "before the last run ended is taken over",
             )
 
-    def _end(
-        self, data: StudyData, slot: Slot, launch: int, server: RunningServer | None, *, interrupted: bool = False
-    ) -> None:
+    def _end(self, slot: Slot, launch: int, server: RunningServer | None, *, interrupted: bool = False) -> None:
         """Ends the server and whatever carries the launch's marker, and closes the launch."""
+        data = self.store.data()
         self.observer.working(slot, "stop")
         report = server.stop() if server is not None else None
         left = self.world.reap({"study": data.uid, "launch": str(launch)})
@@ -543,8 +675,10 @@ class Controller:
         count = f"launch {launches_used(data) + 1} of {data.budget.launches}"
         self._say("launch", f"{count}: {self._named(data, slot.candidate_id)} ({slot.role})", launch=launch)
 
-    def _report_failure(self, data: StudyData, slot: Slot, failure: Failure) -> None:
+    def _report_failure(self, data: StudyData, slot: Slot, failure: Failure, hot: bool = False) -> None:
         message = f"{self._named(data, slot.candidate_id)}: {failure.kind} ({failure.phase}): {failure.message}"
+        if hot:
+            message += "; that was on a running server whose settings were changed, so it is held against nobody"
         self._say("failure", message, kind=failure.kind, blame=failure.blame)
 
     def _named(self, data: StudyData, candidate_id: str) -> str:
@@ -562,6 +696,11 @@ class Controller:
         """Tells it, and keeps it: no other record shows it."""
         self.store.event(kind, message)
         self._say(kind, message, **facts)
+
+
+def _needs(step: Step, launch: int) -> bool:
+    """Whether a step leaves the server of a launch up."""
+    return isinstance(step, (Begin, Tell)) or (isinstance(step, Measure) and step.on == launch)
 
 
 def _is_finite(block: Block) -> bool:

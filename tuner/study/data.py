@@ -10,8 +10,9 @@ from typing import Any, Literal
 from tuner.records import Candidate, Failure, LaunchRecord, Pair, Role, Setting, StoredBlock, Verdict
 from tuner.space import Space
 
-TrialKind = Literal["baseline", "measured", "duplicate", "illegal", "known_crash"]
+TrialKind = Literal["baseline", "measured", "duplicate", "illegal", "known_crash", "out_of_launches"]
 LaunchState = Literal["running", "done", "failed", "interrupted"]
+ReconfigurationState = Literal["asked", "in_effect", "failed"]
 StudyState = Literal["new", "running", "interrupted", "stopped", "done"]
 
 
@@ -34,7 +35,7 @@ class StoredTrial:
 
     `running` trials have no value yet. `value` is the log speed-up over the baseline, `constraints` are met at 0 and
     below. A duplicate repeats what is known of an equal candidate; an illegal one was never launched (`why`),
-    nor one that is known to crash from another study.
+    nor one that is known to crash, nor one that would need a launch when none is left for the search.
     """
 
     number: int
@@ -54,7 +55,7 @@ class StoredTrial:
 
 @dataclass(frozen=True)
 class Slot:
-    """What one launch is for: the blocks of one candidate, in one role, at one repetition."""
+    """The blocks of one candidate, in one role, at one repetition. A launch is for one slot, and may serve others."""
 
     candidate_id: str
     role: Role
@@ -89,6 +90,27 @@ class StoredLaunch:
     def duration_s(self) -> float:
         """Seconds from start to end; 0 while it runs."""
         return max(0.0, self.ended_at - self.started_at) if self.ended_at is not None else 0.0
+
+
+@dataclass(frozen=True)
+class Reconfiguration:
+    """A running server that is put to the settings of another slot.
+
+    It is kept as `asked` before the server is told, so that a kill leaves no block of unknown settings. `changes` are
+    the hot settings as they were sent, `effective` is what the server said afterwards. The failure of a change, or of
+    the server under it, is held against nobody: the slot then gets a launch of its own. It is `forgiven` as a launch's
+    is.
+    """
+
+    id: int
+    launch_id: int
+    slot: Slot
+    at: float
+    changes: Mapping[str, Any]
+    state: ReconfigurationState
+    effective: Mapping[str, Any] | None
+    failure: Failure | None
+    forgiven: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +165,7 @@ class StudyData:
     sampler: Mapping[str, Any] = field(default_factory=dict)
     quality: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict, repr=False)
     """(candidate, kind) → what is known of its answers; `study/quality.py` says what."""
+    reconfigurations: tuple[Reconfiguration, ...] = ()
 
     @property
     def baseline(self) -> Candidate:
@@ -179,8 +202,43 @@ class StudyData:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds during which a server of this study was up."""
-        return sum(launch.duration_s for launch in self.launches)
+        """Seconds during which a server of this study was up; of one that is up, until its last block."""
+        return sum(launch.duration_s or self._so_far_s(launch) for launch in self.launches)
+
+    def _so_far_s(self, launch: StoredLaunch) -> float:
+        if launch.ended_at is not None:
+            return 0.0
+        ends = [b.block.started_at + b.block.window_s for b in self.on_launch.get(launch.id, ())]
+        return max(0.0, max([launch.ready_at or 0.0, *ends]) - launch.started_at)
+
+    @cached_property
+    def launch(self) -> Mapping[int, StoredLaunch]:
+        """The launches by id."""
+        return {launch.id: launch for launch in self.launches}
+
+    @cached_property
+    def on_launch(self) -> Mapping[int, tuple[StoredBlock, ...]]:
+        """The blocks of every launch, valid or not, in order of time."""
+        found: dict[int, list[StoredBlock]] = {}
+        for stored in sorted(self.blocks.values(), key=lambda stored: stored.order):
+            found.setdefault(stored.launch_id, []).append(stored)
+        return {launch: tuple(blocks) for launch, blocks in found.items()}
+
+    @cached_property
+    def changed_to(self) -> Mapping[Slot, tuple[Reconfiguration, ...]]:
+        """The times when a running server was put to a slot's settings, by slot, in order."""
+        found: dict[Slot, list[Reconfiguration]] = {}
+        for each in self.reconfigurations:
+            found.setdefault(each.slot, []).append(each)
+        return {slot: tuple(several) for slot, several in found.items()}
+
+    @cached_property
+    def launched_for(self) -> Mapping[Slot, tuple[StoredLaunch, ...]]:
+        """The launches of every slot, in order."""
+        found: dict[Slot, list[StoredLaunch]] = {}
+        for launch in self.launches:
+            found.setdefault(launch.slot, []).append(launch)
+        return {slot: tuple(several) for slot, several in found.items()}
 
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from tuner.engines.base import Installed
+from tuner.engines.base import Change, Installed, Reconfigurable
 from tuner.engines.container import contained, listens_on
 from tuner.records import Block, Candidate, Failure, Gate, LaunchRecord, Setting
 from tuner.space import Space
@@ -55,6 +55,24 @@ class StudyEngine(Protocol):
 
     def mismatches(self, record: LaunchRecord, server_info: dict[str, Any]) -> Sequence[Mismatch]:
         """What is not in effect although it was asked for."""
+
+
+def hot_settings(engine: StudyEngine) -> frozenset[str]:
+    """What can be changed on a running server of this engine."""
+    return engine.hot if isinstance(engine, Reconfigurable) else frozenset()
+
+
+def unsettled(engine: StudyEngine, record: LaunchRecord, change: Change, info: Mapping[str, Any] | None) -> str | None:
+    """Why a server does not run as a change asked, by its own words (`info`); None when it does.
+
+    Every hot setting must be in effect, also those that the record leaves to the engine: nothing may stay of what the
+    server ran with before.
+    """
+    if info is None:
+        return "the server does not say what is in effect"
+    found = engine.mismatches(replace(record, expected={**record.expected, **change.body}), dict(info))
+    failure = not_in_effect(found)
+    return failure.message if failure else None
 
 
 def split(candidate: Candidate) -> tuple[dict[str, Setting], dict[str, str | None]]:

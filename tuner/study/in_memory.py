@@ -8,26 +8,41 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tuner.engines.simulated.blocks import BlockSource
 from tuner.records import Candidate, LaunchRecord, StoredBlock
 from tuner.space import Space
 from tuner.study.controller import HOST
-from tuner.study.data import Budget, Confirmation, StoredLaunch, StoredTrial, StudyData
-from tuner.study.planner import POLICIES, Begin, Confirm, Done, Measure, Policy, Tell, next_step
+from tuner.study.data import Budget, Confirmation, Reconfiguration, Slot, StoredLaunch, StoredTrial, StudyData
+from tuner.study.hot import reachable
+from tuner.study.planner import POLICIES, Begin, Confirm, Done, Launch, Measure, Policy, Tell, next_step
 from tuner.study.score import score
 
 
-def simulate(space: Space, source: BlockSource, seed: int, *, policy: Policy | None = None) -> StudyData:
-    """Runs a study to its end, from seed and source alone; every launch works."""
+def simulate(
+    space: Space,
+    source: BlockSource,
+    seed: int,
+    *,
+    policy: Policy | None = None,
+    hot: frozenset[str] = frozenset(),
+) -> StudyData:
+    """Runs a study to its end, from seed and source alone; every launch, and every change of `hot` settings, works."""
     policy = policy or POLICIES[space.profile]
     universe = {i: each.candidate for i, each in (space.listed() or {}).items() if i != space.baseline.id}
-    return _Study(space, source, seed, policy, universe).run()
+    return _Study(space, source, seed, policy, universe, hot).run()
 
 
 class _Study:
     def __init__(
-        self, space: Space, source: BlockSource, seed: int, policy: Policy, universe: Mapping[str, Candidate]
+        self,
+        space: Space,
+        source: BlockSource,
+        seed: int,
+        policy: Policy,
+        universe: Mapping[str, Candidate],
+        hot: frozenset[str],
     ) -> None:
         self.space = space
         self.source = source
@@ -40,13 +55,30 @@ class _Study:
         self.launches: list[StoredLaunch] = []
         self.blocks: dict[int, StoredBlock] = {}
         self.confirmations: list[Confirmation] = []
+        self.hot = hot
+        self.changes: list[Reconfiguration] = []
+        self.up: tuple[int, Slot] | None = None
 
     def run(self) -> StudyData:
         while True:
             data = self.data()
-            match next_step(data, self.policy, exhausted=not self.left):
-                case Begin(number=number):
-                    self.begin(number)
+            serving = self.up[0] if self.up else None
+            step = next_step(
+                data,
+                self.policy,
+                exhausted=not self.left,
+                hot=self.hot,
+                serving=serving,
+                exhausted_here=bool(self.hot and self.launches) and not self.here(data, self.launches[-1].id),
+            )
+            if serving is not None and not (isinstance(step, (Begin, Tell)) or getattr(step, "on", None) == serving):
+                self.end()
+                continue
+            match step:
+                case Begin() as step:
+                    self.begin(data, step)
+                case Launch(slot=slot):
+                    self.launch(slot)
                 case Measure() as step:
                     self.measure(step)
                 case Tell(number=number):
@@ -74,10 +106,20 @@ class _Study:
             launches=tuple(self.launches),
             blocks=dict(self.blocks),
             confirmations=tuple(self.confirmations),
+            reconfigurations=tuple(self.changes),
         )
 
-    def begin(self, number: int) -> None:
-        chosen = self.space.baseline.id if number == 0 else self.left.pop(self.random.randrange(len(self.left)))
+    def here(self, data: StudyData, serving: int) -> list[str]:
+        """What is left in the reach of the server that is up."""
+        launched = data.settings_of(data.launch[serving].slot.candidate_id)
+        return [c for c in self.left if reachable(self.hot, launched, self.candidates[c].settings)]
+
+    def begin(self, data: StudyData, step: Begin) -> None:
+        number = step.number
+        left = (self.here(data, step.within) if step.within is not None else []) or self.left
+        chosen = self.space.baseline.id if number == 0 else left[self.random.randrange(len(left))]
+        if number:
+            self.left.remove(chosen)
         kind = "baseline" if number == 0 else "measured"
         self.trials.append(StoredTrial(number, chosen, kind, True, {}, None, {}))  # type: ignore[arg-type]
 
@@ -88,34 +130,49 @@ class _Study:
             number, trial.candidate_id, trial.kind, False, {}, result.value, result.constraints
         )
 
-    def measure(self, step: Measure) -> None:
-        candidate = self.candidates[step.slot.candidate_id]
+    def launch(self, slot: Slot) -> None:
         began = self.source.clock.now
         self.source.launch()
-        ready = self.source.clock.now
-        launch = len(self.launches) + 1
+        record = LaunchRecord("simulated", "1", "", (), {}, HOST, 0, {}, {}, "", simulated=True)
+        number = len(self.launches) + 1
+        launched = StoredLaunch(
+            id=number,
+            slot=slot,
+            state="running",
+            marker="",
+            log_path="",
+            record=record,
+            pid=None,
+            started_at=began,
+            ready_at=self.source.clock.now,
+            ended_at=None,
+            effective=None,
+            exit_status=None,
+            stop_mode=None,
+            failure=None,
+        )
+        self.launches.append(launched)
+        self.up = number, slot
+
+    def end(self) -> None:
+        self.launches[-1] = replace(self.launches[-1], state="done", ended_at=self.source.clock.now, exit_status=0)
+        self.up = None
+
+    def measure(self, step: Measure) -> None:
+        if step.on is None:
+            self.launch(step.slot)
+        assert self.up is not None
+        number, in_force = self.up
+        if step.slot != in_force:
+            at, count = self.source.clock.now, len(self.changes) + 1
+            self.changes.append(Reconfiguration(count, number, step.slot, at, {}, "in_effect", None, None))
+            self.up = number, step.slot
+        candidate = self.candidates[step.slot.candidate_id]
         for level in step.levels:
             block = self.source.block(candidate.settings, level, step.slot.role)
-            number = len(self.blocks) + 1
-            self.blocks[number] = StoredBlock(
-                number, candidate.id, launch, level, step.slot.role, step.slot.repetition, number, block
+            order = len(self.blocks) + 1
+            self.blocks[order] = StoredBlock(
+                order, candidate.id, number, level, step.slot.role, step.slot.repetition, order, block
             )
-        record = LaunchRecord("simulated", "1", "", (), {}, HOST, 0, {}, {}, "", simulated=True)
-        self.launches.append(
-            StoredLaunch(
-                launch,
-                step.slot,
-                "done",
-                "",
-                "",
-                record,
-                None,
-                began,
-                ready,
-                self.source.clock.now,
-                None,
-                0,
-                None,
-                None,
-            )
-        )
+        if step.on is None:
+            self.end()

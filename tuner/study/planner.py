@@ -2,6 +2,9 @@
 
 Order: the baseline, then candidates until the search is over, then confirmation of the best. Launches for the
 confirmation are set aside from the start: a search without a confirmed winner has no answer.
+
+Where the engine has hot settings, a launch of the search stays up and serves every candidate in its reach, with the
+baseline in between (`hot.py`); a launch of the confirmation never does, for there the launch is what is repeated.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from tuner.bench.gates import ENVIRONMENT_GATES
 from tuner.launch.kinds import KINDS
 from tuner.records import Failure, Gate
 from tuner.study.data import Confirmation, Slot, StoredLaunch, StoredTrial, StudyData
+from tuner.study.hot import Running, baseline_slot, fresh_baseline, given_up, group, has_baseline, row, served
 from tuner.study.quality import refused
 from tuner.study.score import BASELINE_EVERY, score
 from tuner.study.signature import signature
@@ -23,6 +27,13 @@ from tuner.study.signature import signature
 CONFIRM_FROM = math.log(0.95)
 """A screening score below this is not worth a confirmation: one block is seldom off by more."""
 
+
+WORTH = math.log(1.01)
+"""A gain in the search that is worth having."""
+
+STRAY = 2
+"""Proposals in a row, in the reach of a launch that is up, that needed no measuring: then one that has not been tried
+is drawn from there. After twice as many the search leaves that launch, for they cannot be listed."""
 
 _ASKED_TO_END = frozenset((-1, -2, -15, 129, 130, 143))
 """Exit statuses of SIGHUP, SIGINT and SIGTERM, which somebody sends; the kernel sends SIGKILL."""
@@ -45,6 +56,7 @@ class Policy:
         same_failures_later: the same once one has: a setting that never works, and is tried again and again, is then
             the likelier reason, and the search learns to leave it.
         interruptions: launches of one candidate in a row that ended because the tuner did, without a new block.
+        no_gain: candidates in a row that bring no gain worth having, after which more search is not expected to pay.
     """
 
     pairs: int = 4
@@ -57,6 +69,7 @@ class Policy:
     same_failures: int = 3
     same_failures_later: int = 8
     interruptions: int = 3
+    no_gain: int = 20
 
 
 POLICIES = {"short": Policy(pairs=4), "full": Policy(pairs=8)}
@@ -76,17 +89,30 @@ def policy_of(data: StudyData) -> Policy:
 
 @dataclass(frozen=True)
 class Begin:
-    """Make trial `number`: the baseline for 0, else what the sampler proposes."""
+    """Make trial `number`: the baseline for 0, else what the sampler proposes.
+
+    `within` is the launch that the proposal should be in reach of; `only`: it must be, for no launch is left.
+    """
 
     number: int
+    within: int | None = None
+    only: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Launch the slot's candidate, and leave the server up: it serves further slots."""
+
+    slot: Slot
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Launch the slot's candidate and measure `levels`, in this order."""
+    """Measure `levels` of a slot, in this order: on the launch `on`, which is up, or on one of its own (None)."""
 
     slot: Slot
     levels: tuple[int, ...]
+    on: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +150,7 @@ class Done:
     reason: str
 
 
-Step = Begin | Measure | Tell | Confirm | Stop | Done
+Step = Begin | Launch | Measure | Tell | Confirm | Stop | Done
 
 
 @dataclass(frozen=True)
@@ -142,18 +168,54 @@ class SlotState:
     unusable: Failure | None = None
 
 
-def next_step(data: StudyData, policy: Policy, *, exhausted: bool) -> Step:
-    """What to do now. `exhausted`: every candidate of the space has been tried."""
-    step = _next_step(data, policy, exhausted=exhausted)
-    if isinstance(step, Measure) and (count := interruptions(data, step.slot)) >= policy.interruptions:
+def next_step(
+    data: StudyData,
+    policy: Policy,
+    *,
+    exhausted: bool,
+    hot: frozenset[str] = frozenset(),
+    serving: int | None = None,
+    exhausted_here: bool = False,
+) -> Step:
+    """What to do now.
+
+    Args:
+        data: the study's records.
+        policy: the constants of its profile.
+        exhausted: every candidate of the space has been tried.
+        hot: the settings that can be changed on a running server.
+        serving: the launch whose server is up for whoever asks; None when none is.
+        exhausted_here: every candidate in the reach of the launch that the search stays with has been tried.
+    """
+    running = Running(data.launch[serving], hot) if serving is not None else None
+    step = _next_step(data, policy, _Now(exhausted, hot_in(data, hot), running, exhausted_here))
+    slot = step.slot if isinstance(step, (Measure, Launch)) else None
+    if slot is not None and (count := interruptions(data, slot)) >= policy.interruptions:
         said = f"{count} launches in a row ended because the tuner itself did, with no new block in between"
-        return Stop("interruptions", Failure("interrupted", "bench", said, blame="environment"), step.slot)
+        return Stop("interruptions", Failure("interrupted", "bench", said, blame="environment"), slot)
     return step
 
 
+def hot_in(data: StudyData, hot: frozenset[str]) -> frozenset[str]:
+    """What counts as hot in a study: nothing where no parameter is, or where changes keep failing."""
+    if given_up(data) or not any(parameter.name in hot for parameter in data.space.parameters):
+        return frozenset()
+    return hot
+
+
+@dataclass(frozen=True)
+class _Now:
+    """What the records do not say; see `next_step`."""
+
+    exhausted: bool
+    hot: frozenset[str]
+    running: Running | None
+    exhausted_here: bool
+
+
 def interruptions(data: StudyData, slot: Slot) -> int:
-    """Launches of the slot, the last of the study, that the tuner's own end cut short before they gave a block."""
-    fruitful = {stored.launch_id for stored in data.blocks.values()}
+    """Launches of the slot, the last of the study, that the tuner's own end cut short before they gave it a block."""
+    fruitful = {stored.launch_id for stored in data.by_slot.get(slot, ())}
     count = 0
     for launch in reversed(data.launches):
         if launch.slot != slot or launch.state != "interrupted" or launch.forgiven or launch.id in fruitful:
@@ -162,21 +224,40 @@ def interruptions(data: StudyData, slot: Slot) -> int:
     return count
 
 
-def _next_step(data: StudyData, policy: Policy, *, exhausted: bool) -> Step:
+def _next_step(data: StudyData, policy: Policy, now: _Now) -> Step:
     if not data.trials:
         return Begin(0)
     running = next((trial for trial in data.trials if trial.running), None)
     if running is not None:
-        return _go_on(data, policy, running)
-    due = baseline_due(data)
-    refresh = _measure(data, policy, due) if due is not None else None
-    over = search_over(data, policy, exhausted=exhausted, needs=2 if refresh else 1)
+        return _go_on(data, policy, running, now)
+    due = baseline_due(data, now)
+    refresh = _measure(data, policy, due, now) if due is not None else None
+    here = bool(now.hot) and not now.exhausted_here
+    needs = 2 if refresh else 0 if here and now.running is not None else 1
+    over = search_over(data, policy, exhausted=now.exhausted, needs=needs)
     if over is None:
-        return refresh or Begin(len(data.trials))
+        return refresh or _begin(data, policy, now.hot if here else frozenset())
     return _confirm(data, policy, over)
 
 
-def _go_on(data: StudyData, policy: Policy, trial: StoredTrial) -> Step:
+def _begin(data: StudyData, policy: Policy, hot: frozenset[str]) -> Begin:
+    number, launch = len(data.trials), group(data)
+    if not hot or launch is None:
+        return Begin(number)
+    only = launches_used(data) + 1 > data.budget.launches - 2 * planned_pairs(data.budget.launches, policy)
+    enough = served(data, hot, launch) >= row(data) or idle(data) >= 2 * STRAY
+    return Begin(number, launch.id if only or not enough else None, only)
+
+
+def idle(data: StudyData) -> int:
+    """Trials since the last one that needed measuring."""
+    for count, trial in enumerate(reversed(data.trials)):
+        if trial.kind in ("baseline", "measured"):
+            return count
+    return 0
+
+
+def _go_on(data: StudyData, policy: Policy, trial: StoredTrial, now: _Now) -> Step:
     slot = Slot(trial.candidate_id, "screen", 0)
     state = slot_state(data, policy, slot)
     if state.broken and state.failure is not None:
@@ -189,7 +270,42 @@ def _go_on(data: StudyData, policy: Policy, trial: StoredTrial) -> Step:
         if len(alike) >= (policy.same_failures_later if learned else policy.same_failures):
             return Stop("same_failure", failure, slot, alike)
         return Tell(trial.number)
-    return Measure(slot, state.missing) if state.missing else Tell(trial.number)
+    if state.missing:
+        return _screen(data, policy, slot, state.missing, now)
+    return _baseline_behind(data, policy, slot, now) or Tell(trial.number)
+
+
+def _screen(data: StudyData, policy: Policy, slot: Slot, missing: tuple[int, ...], now: _Now) -> Step:
+    """A slot of the search: on the server that is up where it is in reach, with the baseline before it when due."""
+    if not now.hot:
+        return Measure(slot, missing)
+    running = now.running
+    if running is None or not running.serves(data, slot):
+        return Launch(slot)
+    own = running.launch.slot == slot and not running.changed(data)
+    before = None if own else _hot_baseline(data, policy, running)
+    return before or Measure(slot, missing, running.launch.id)
+
+
+def _baseline_behind(data: StudyData, policy: Policy, slot: Slot, now: _Now) -> Step | None:
+    """The baseline behind the candidate that a launch was made for: it came first, so that a crash is its own."""
+    running = now.running
+    if not now.hot or running is None or running.launch.slot != slot or has_baseline(data, running.launch):
+        return None
+    return _hot_baseline(data, policy, running)
+
+
+def _hot_baseline(data: StudyData, policy: Policy, running: Running) -> Step | None:
+    """The baseline on a running server, where it is due; what cannot be measured there is done without."""
+    slot = baseline_slot(data, running)
+    state = slot_state(data, policy, slot) if slot is not None else None
+    if slot is None or state is None:
+        return None
+    if state.broken and state.failure is not None:
+        return Stop("environment_broken", state.failure, slot)
+    if state.failure or state.unusable or not state.missing:
+        return None
+    return Measure(slot, state.missing, running.launch.id)
 
 
 def failing_alike(data: StudyData, candidate_id: str) -> tuple[str, ...]:
@@ -212,25 +328,42 @@ def failing_alike(data: StudyData, candidate_id: str) -> tuple[str, ...]:
     return tuple(reversed(alike))
 
 
-def _measure(data: StudyData, policy: Policy, slot: Slot) -> Step | None:
+def _measure(data: StudyData, policy: Policy, slot: Slot, now: _Now) -> Step | None:
     """The step of a slot of the baseline outside of its trial; None when it is complete."""
     state = slot_state(data, policy, slot)
     if (failure := state.failure or state.unusable) is not None:
         return Stop("environment_broken" if state.broken else "baseline_failed", failure, slot)
-    return Measure(slot, state.missing) if state.missing else None
+    return _screen(data, policy, slot, state.missing, now) if state.missing else None
 
 
-def baseline_due(data: StudyData) -> Slot | None:
-    """The screening of the baseline that the next candidate will be compared with, if it is another than the first."""
+def baseline_due(data: StudyData, now: _Now | None = None) -> Slot | None:
+    """The screening of the baseline that the next candidate will be compared with, if it is another than the first.
+
+    A launch that can be put to the baseline has it measured on itself; others compare with the latest, as is done where
+    nothing is hot.
+    """
     every = BASELINE_EVERY[data.space.profile]
-    repetition = len(data.measured) // every if every else 0
-    return Slot(data.baseline.id, "screen", repetition) if repetition else None
+    if not every:
+        return None
+    if now is None or not now.hot:
+        done = len(data.measured) // every
+        return Slot(data.baseline.id, "screen", done) if done else None
+    begun = [slot for slot in data.launched_for if slot.candidate_id == data.baseline.id and slot.role == "screen"]
+    latest = max(begun, key=lambda slot: slot.repetition)
+    if any(data.block(latest, level) is None for level in data.levels):
+        return latest
+    blocks = sorted((b for b in data.blocks.values() if b.role == "screen"), key=lambda b: b.order)
+    last = max((i for i, b in enumerate(blocks) if b.candidate_id == data.baseline.id and b.block.valid), default=-1)
+    if len({b.candidate_id for b in blocks[last + 1 :]} - {data.baseline.id}) < every:
+        return None
+    return (baseline_slot(data, now.running) if now.running else None) or fresh_baseline(data)
 
 
 def slot_state(data: StudyData, policy: Policy, slot: Slot) -> SlotState:
     """How far a slot is; failures that were forgiven do not count."""
-    launches = [launch for launch in data.launches if launch.slot == slot and not launch.forgiven]
+    launches = [launch for launch in data.launched_for.get(slot, ()) if not launch.forgiven]
     counted = {launch.id for launch in launches}
+    counted |= {each.launch_id for each in data.changed_to.get(slot, ()) if not each.forgiven}
     missing = []
     for level in level_order(data, slot):
         if data.block(slot, level) is not None:
@@ -316,25 +449,47 @@ def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int 
         return f"{used} of {data.budget.launches} launches used{kept}"
     if exhausted:
         return "every candidate of the space has been tried"
-    idle = 0
-    for trial in reversed(data.trials):
-        if trial.kind not in ("duplicate", "illegal", "known_crash"):
-            break
-        idle += 1
-    if idle >= policy.max_idle_trials:
-        return f"the last {idle} proposals were known or ruled out"
+    if (unused := idle(data)) >= policy.max_idle_trials:
+        return f"the last {unused} proposals were known or ruled out"
+    if (unpaid := without_gain(data)) >= policy.no_gain:
+        return (
+            f"the last {unpaid} candidates brought no gain of {100 * math.expm1(WORTH):.0f} % over the best before "
+            "them, so more search is not expected to pay"
+        )
     if data.budget.hours is not None and data.measured:
-        ahead = (reserve + needs) * mean_launch_s(data)
+        ahead = reserve * mean_launch_s(data) + (needs * mean_launch_s(data) if needs else hot_slot_s(data))
         if data.elapsed_s + ahead > 3600 * data.budget.hours:
             kept = f", {ahead / 3600:.2g} h kept for what remains" if reserve else ""
             return f"{data.elapsed_s / 3600:.2g} of {data.budget.hours:g} hours used{kept}"
     return None
 
 
+def without_gain(data: StudyData) -> int:
+    """Candidates of the search, the last ones, that brought no gain worth having over the best before them."""
+    best, since = 0.0, 0
+    for trial in data.measured:
+        if trial.running:
+            continue
+        since += 1
+        if trial.feasible and trial.value is not None and trial.value > best + WORTH:
+            best, since = trial.value, 0
+    return since
+
+
 def mean_launch_s(data: StudyData) -> float:
-    """Seconds that a launch of this study takes; 0 before one has ended."""
-    ended = [launch.duration_s for launch in data.launches if launch.state == "done"]
-    return sum(ended) / len(ended) if ended else 0.0
+    """Seconds that a launch of this study takes that serves one slot; 0 before one has been measured."""
+    changed = {each.launch_id for each in data.reconfigurations}
+    ended = [each.duration_s for each in data.launches if each.state == "done" and each.id not in changed]
+    if ended and not changed:
+        return sum(ended) / len(ended)
+    starts = [each.ready_at - each.started_at for each in data.launches if each.ready_at is not None]
+    return sum(starts) / len(starts) + hot_slot_s(data) if starts and data.blocks else 0.0
+
+
+def hot_slot_s(data: StudyData) -> float:
+    """Seconds that the levels of a slot take on a server that is up; 0 before a block has been measured."""
+    each = [stored.block.warmup_s + stored.block.window_s for stored in data.blocks.values()]
+    return len(data.levels) * sum(each) / len(each) if each else 0.0
 
 
 def affordable(data: StudyData) -> int:

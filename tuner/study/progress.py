@@ -28,7 +28,7 @@ class Observer(Protocol):
         """The study's records as they now are; before each step."""
 
     def working(self, slot: Slot, phase: str, concurrency: int | None = None) -> None:
-        """A launch is in a phase: start, ready, smoke, block, answers, stop."""
+        """A launch is in a phase: start, ready, smoke, reconfigure, block, answers, stop."""
 
     def block_progress(self, progress: Any) -> None:
         """A block under way, a few times a second; `progress` is the load client's."""

@@ -65,12 +65,22 @@ def seed_of(study_seed: int, number: int) -> int:
     return int.from_bytes(digest[:4], "big")
 
 
-def propose(space: Space, history: Sequence[optuna.trial.FrozenTrial], seed: int) -> Proposal:
-    """The proposal for trial `len(history)`, given all trials before it."""
+def propose(
+    space: Space,
+    history: Sequence[optuna.trial.FrozenTrial],
+    seed: int,
+    fixed: Mapping[str, Any] | None = None,
+) -> Proposal:
+    """The proposal for trial `len(history)`, given all trials before it.
+
+    Parameters in `fixed` have that value wherever they are active: the search stays with a launch that is up.
+    """
     number = len(history)
-    sampler = optuna.samplers.TPESampler(
+    sampler: optuna.samplers.BaseSampler = optuna.samplers.TPESampler(
         n_startup_trials=STARTUP_TRIALS, multivariate=True, group=True, seed=seed_of(seed, number)
     )
+    if fixed:
+        sampler = optuna.samplers.PartialFixedSampler(dict(fixed), sampler)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     study.add_trials(history)
     trial = study.ask()

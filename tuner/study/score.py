@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tuner.records import Block, Pair, StoredBlock
@@ -35,35 +35,53 @@ ILLEGAL = Score(PESSIMISTIC, {"legal": 1.0, "launch": 1.0}, {})
 """Of a candidate that a rule or the engine rules out."""
 
 
-def baseline_repetition(data: StudyData, candidate_id: str) -> int:
-    """Which screening of the baseline a candidate is compared with: the latest before it."""
-    every = BASELINE_EVERY[data.space.profile]
-    order = [trial.candidate_id for trial in data.measured].index(candidate_id)
-    return order // every if every else 0
-
-
 def pairs_of(data: StudyData) -> tuple[Pair, ...]:
-    """Every pair of valid blocks, screening first, then by candidate, level and index."""
-    pairs = []
+    """Every pair of valid blocks, screening first, then by candidate, level and index.
+
+    In the search a block is paired with the baseline's on the same launch, the last one before it or else the first one
+    behind it; where there is none, with the last one before it on any launch.
+    """
+    pairs: list[Pair] = []
+    screened = _Screened(data)
     for trial in data.measured:
-        repetition = baseline_repetition(data, trial.candidate_id)
-        baseline, slot = Slot(data.baseline.id, "screen", repetition), Slot(trial.candidate_id, "screen", 0)
-        pairs += _slot_pairs(data, baseline, slot, 0)
+        slot = Slot(trial.candidate_id, "screen", 0)
+        blocks = [block for level in data.levels if (block := data.block(slot, level)) is not None]
+        pairs += _pairs(slot, [(screened.baseline(block), block) for block in blocks])
     for confirmation in data.confirmations:
         for finalist in confirmation.finalists:
             for repetition in confirmation.repetitions:
                 baseline = Slot(data.baseline.id, "confirm", repetition)
-                pairs += _slot_pairs(data, baseline, Slot(finalist, "confirm", repetition), repetition)
+                slot = Slot(finalist, "confirm", repetition)
+                pairs += _pairs(slot, [(data.block(baseline, level), data.block(slot, level)) for level in data.levels])
     return tuple(sorted(pairs, key=lambda p: (p.role != "screen", p.candidate_id, p.concurrency, p.index)))
 
 
-def _slot_pairs(data: StudyData, baseline: Slot, slot: Slot, index: int) -> list[Pair]:
+class _Screened:
+    """The valid blocks of the baseline in the search, by level, in order of time."""
+
+    def __init__(self, data: StudyData) -> None:
+        self.blocks: dict[int, list[StoredBlock]] = {level: [] for level in data.levels}
+        for stored in sorted(data.blocks.values(), key=lambda stored: stored.order):
+            if stored.candidate_id == data.baseline.id and stored.role == "screen" and stored.block.valid:
+                self.blocks.setdefault(stored.concurrency, []).append(stored)
+
+    def baseline(self, block: StoredBlock) -> StoredBlock | None:
+        """What a block of the search is compared with."""
+        known = self.blocks.get(block.concurrency, [])
+        mine = [b for b in known if b.launch_id == block.launch_id]
+        before = [b for b in mine if b.order < block.order]
+        earlier = [b for b in known if b.order < block.order]
+        found = before[-1:] or mine[:1] or earlier[-1:]
+        return found[0] if found else None
+
+
+def _pairs(slot: Slot, blocks: Iterable[tuple[StoredBlock | None, StoredBlock | None]]) -> list[Pair]:
     pairs = []
-    for level in data.levels:
-        before, after = data.block(baseline, level), data.block(slot, level)
+    for before, after in blocks:
         if before is None or after is None or (ratio := log_ratio(before.block, after.block)) is None:
             continue
-        pairs.append(Pair(slot.candidate_id, level, slot.role, index, before.id, after.id, ratio))
+        level = after.concurrency
+        pairs.append(Pair(slot.candidate_id, level, slot.role, slot.repetition, before.id, after.id, ratio))
     return pairs
 
 

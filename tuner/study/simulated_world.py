@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuner.engines.base import Change
 from tuner.engines.simulated.blocks import BLOCK_S, BlockSource, Clock, profile_truth
 from tuner.engines.simulated.machine import Fault, Work, fault_at_start, fault_under_load
 from tuner.engines.simulated.noise import Noise
@@ -44,9 +45,9 @@ class _Outcome:
     failure: Failure | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Server:
-    """A launch that exists on paper; `settings` are all that the server was told."""
+    """A launch that exists on paper; `settings` are all that the server was last told."""
 
     settings: Mapping[str, Any]
     pid: int = 0
@@ -113,6 +114,14 @@ class SimulatedWorld:
         if fault := fault_under_load(self._profile, settings, concurrency, self._work):
             return _Outcome(None, _failure(fault, "bench"))
         return _Outcome(self._source.block(settings, concurrency, role))
+
+    def reconfigure(self, server: RunningServer, record: LaunchRecord, change: Change) -> None:
+        """Raises `LaunchFailed` where a machine with these settings would not come up."""
+        settings = {**self._fixed, **record.settings}
+        if fault := fault_at_start(self._profile, settings):
+            raise LaunchFailed(_failure(fault, "bench"))
+        assert isinstance(server, _Server)
+        server.settings = {**settings, **change.body}
 
     def keep_requests(self, outcome: object, path: Path) -> None:
         """There are none."""

@@ -29,6 +29,7 @@ from tuner.study.data import (
     Budget,
     Confirmation,
     LaunchState,
+    Reconfiguration,
     Slot,
     StoredEvent,
     StoredLaunch,
@@ -70,8 +71,10 @@ class StudyStore:
             confirmations = connection.execute(self._of(t.confirmations).order_by(t.confirmations.c.round)).all()
             verdicts = connection.execute(self._of(t.verdicts).order_by(t.verdicts.c.id)).all()
             events = connection.execute(self._of(t.events).order_by(t.events.c.id)).all()
-            known = sa.inspect(connection).has_table(t.quality.name)
-            quality = connection.execute(self._of(t.quality)).all() if known else []
+            younger = {table: sa.inspect(connection).has_table(table.name) for table in t.YOUNGER}
+            quality = connection.execute(self._of(t.quality)).all() if younger[t.quality] else []
+            changes = self._of(t.reconfigurations).order_by(t.reconfigurations.c.id)
+            changed = connection.execute(changes).all() if younger[t.reconfigurations] else []
         return StudyData(
             name=row.name,
             uid=row.uid,
@@ -93,6 +96,7 @@ class StudyStore:
             events=tuple(StoredEvent(e.id, e.at, e.kind, e.message) for e in events),
             sampler=row.sampler,
             quality={(q.candidate, q.kind): q.facts for q in quality},
+            reconfigurations=tuple(_reconfiguration(each) for each in changed),
         )
 
     def stored_pairs(self) -> tuple[Pair, ...]:
@@ -123,7 +127,9 @@ class StudyStore:
         """The study stops because of these slots; their failures will not count again once the user goes on."""
         with self.engine.begin() as connection:
             for slot in slots:
-                connection.execute(sa.update(t.launches).where(*self._slot(slot)).values(forgiven=True))
+                for table in (t.launches, t.reconfigurations):
+                    if table is t.launches or sa.inspect(connection).has_table(table.name):
+                        connection.execute(sa.update(table).where(*self._slot(table, slot)).values(forgiven=True))
             self._set_state(connection, "stopped", reason)
 
     def set_budget(self, budget: Budget, why: str) -> None:
@@ -215,8 +221,41 @@ class StudyStore:
         with self.engine.begin() as connection:
             connection.execute(sa.update(t.launches).where(t.launches.c.id == launch).values(values))
 
-    def _slot(self, slot: Slot) -> tuple[sa.ColumnElement[bool], ...]:
-        c = t.launches.c
+    # -- settings changed on a running server -----------------------------------------------------------------------
+
+    def ask_reconfiguration(self, launch: int, slot: Slot, changes: Mapping[str, Any]) -> int:
+        """A running server is about to be put to a slot's settings; returns the id of the fact."""
+        values = {
+            "study": self.name,
+            "launch": launch,
+            "candidate": slot.candidate_id,
+            "role": slot.role,
+            "repetition": slot.repetition,
+            "at": self.clock(),
+            "changes": dict(changes),
+            "state": "asked",
+        }
+        with self.engine.begin() as connection:
+            t.reconfigurations.create(connection, checkfirst=True)
+            key = connection.execute(sa.insert(t.reconfigurations).values(values)).inserted_primary_key
+        assert key is not None
+        return int(key[0])
+
+    def reconfigured(self, number: int, effective: Mapping[str, Any] | None) -> None:
+        """The server has them in effect, by its own words."""
+        self._reconfiguration(number, state="in_effect", effective=finite(effective))
+
+    def reconfiguration_failed(self, number: int, failure: Failure) -> None:
+        """The server did not take them, or failed under them."""
+        self._reconfiguration(number, state="failed", failure=asdict(failure))
+
+    def _reconfiguration(self, number: int, **values: Any) -> None:
+        with self.engine.begin() as connection:
+            c = t.reconfigurations.c
+            connection.execute(sa.update(t.reconfigurations).where(c.id == number).values(values))
+
+    def _slot(self, table: sa.Table, slot: Slot) -> tuple[sa.ColumnElement[bool], ...]:
+        c = table.c
         return (
             c.study == self.name,
             c.candidate == slot.candidate_id,
@@ -336,6 +375,20 @@ def _launch(row: Any) -> StoredLaunch:
         effective=row.effective,
         exit_status=row.exit_status,
         stop_mode=row.stop_mode,
+        failure=Failure(**row.failure) if row.failure else None,
+        forgiven=row.forgiven,
+    )
+
+
+def _reconfiguration(row: Any) -> Reconfiguration:
+    return Reconfiguration(
+        id=row.id,
+        launch_id=row.launch,
+        slot=Slot(row.candidate, row.role, row.repetition),
+        at=row.at,
+        changes=row.changes,
+        state=row.state,
+        effective=row.effective,
         failure=Failure(**row.failure) if row.failure else None,
         forgiven=row.forgiven,
     )

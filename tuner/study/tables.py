@@ -147,7 +147,28 @@ quality = Table(
     Column("launch", Integer, nullable=False),
     Column("facts", JSON, nullable=False),
 )
-"""Younger than the others: a database that lacks it gets it with the first fact."""
+reconfigurations = Table(
+    "tuner_reconfigurations",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    _study(),
+    Column("launch", Integer, nullable=False),
+    Column("candidate", String(12), nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("repetition", Integer, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("changes", JSON, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("effective", JSON),
+    Column("failure", JSON),
+    Column("forgiven", Boolean, nullable=False, default=False),
+    ForeignKeyConstraint(["study", "candidate"], ["tuner_candidates.study", "tuner_candidates.id"]),
+    ForeignKeyConstraint(["launch"], ["tuner_launches.id"]),
+    sqlite_autoincrement=True,
+)
+
+YOUNGER = (quality, reconfigurations)
+"""Tables that databases of this schema version may lack; each gets them with the first fact."""
 
 verdicts = Table(
     "tuner_verdicts",

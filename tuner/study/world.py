@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tuner.errors import EnvironmentBroken, UsageError
+from tuner.engines.base import Change
+from tuner.errors import EnvironmentBroken, LaunchFailed, UsageError
 from tuner.records import Block, Failure, LaunchRecord, Role
 from tuner.space import Space
 
 _FLUSH_S = 30.0
+_CHANGE_S = 120.0
 
 
 class StopReport(Protocol):
@@ -90,6 +92,9 @@ class World(Protocol):
     ) -> Outcome:
         """One block. Equal seeds mean equal requests."""
 
+    def reconfigure(self, server: RunningServer, record: LaunchRecord, change: Change) -> None:
+        """Puts a running server to a record's hot settings. Raises `LaunchFailed`."""
+
     def keep_requests(self, outcome: Outcome, path: Path) -> None:
         """Writes the requests of a block to a file, one a line."""
 
@@ -121,6 +126,23 @@ def flush(record: LaunchRecord, key: str | None = None) -> str | None:
     except httpx.HTTPError as error:
         return f"POST {record.flush_path}: {error!r}"
     return None if answer.status == 200 else f"POST {record.flush_path}: status {answer.status}"
+
+
+def reconfigure(record: LaunchRecord, change: Change, key: str | None = None) -> str | None:
+    """Put a running server to other hot settings. What went wrong, if it did: then nothing is known of its settings."""
+    import httpx
+
+    from tuner.ask import ask
+
+    try:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        url = record.base_url + change.path
+        answer = ask("POST", url, body=change.body, headers=headers, timeout_s=_CHANGE_S)
+    except httpx.HTTPError as error:
+        return f"POST {change.path}: {error!r}"
+    if answer.status == 200:
+        return None
+    return f"POST {change.path}: status {answer.status}: {answer.text[:500]}"
 
 
 class Machine:
@@ -199,6 +221,18 @@ class Machine:
             said = {name: getattr(found, name).replace(self._api_key, "(the API key)") for name in _SAID}
             return replace(outcome, failure=replace(found, **said))
         return outcome
+
+    def reconfigure(self, server: RunningServer, record: LaunchRecord, change: Change) -> None:
+        """Puts a running server to a record's hot settings.
+
+        Raises:
+            LaunchFailed: it did not take them, or has ended.
+        """
+        from tuner.launch.kinds import failure
+
+        if problem := reconfigure(record, change, self._api_key):
+            said = problem.replace(self._api_key, "(the API key)") if self._api_key else problem
+            raise LaunchFailed(server.failure() or failure("reconfigure_failed", "bench", said))
 
     def keep_requests(self, outcome: Outcome, path: Path) -> None:
         """Writes the requests of a block to a file, one JSON object a line, compressed.

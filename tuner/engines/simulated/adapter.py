@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from tuner.engines.base import Mismatch, SettingSpec, compare, env_problems
-from tuner.engines.bundled import BundledEngine
+from tuner.engines.base import Change, Mismatch, SettingSpec, compare, env_problems
+from tuner.engines.bundled import BundledEngine, hot_settings
 from tuner.engines.simulated.profiles import DEFAULT, profile_named
 from tuner.errors import UsageError
 from tuner.records import LaunchRecord, Setting
@@ -104,6 +104,11 @@ class SimulatedEngine:
     def mismatches(self, record: LaunchRecord, server_info: Mapping[str, Any]) -> list[Mismatch]:
         """See `Engine.mismatches`."""
         return compare(record.expected, server_info, all_told=True)
+
+    def change(self, record: LaunchRecord) -> Change:
+        """See `Reconfigurable.change`."""
+        told = json.loads(record.argv[record.argv.index("--settings") + 1])
+        return Change("/reconfigure", hot_settings(told))
 
     def version(self) -> str:
         """Of the model of machines."""

@@ -30,7 +30,7 @@ from tuner.engines.simulated.machine import (
 
 HOT = (
     *("speculation", "num_steps", "topk", "num_draft_tokens", "spec_version"),
-    *("disable_batch_threshold", "steps_by_batch", "policy"),
+    *("disable_batch_threshold", "steps_by_batch", "policy", "acceptance"),
 )
 WORDS = (
     *("the", "a", "of", "light", "water", "stone", "river", "field", "night", "morning", "table", "letter", "window"),

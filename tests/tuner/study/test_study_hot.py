@@ -1,0 +1,215 @@
+"""Hot and cold settings: one launch serves every candidate that it can be put to, with the baseline beside it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tuner.study.hot_toy import HOT, SPACE, HotEngine, HotMachine
+from tests.tuner.study.toy_study import controller, space, study
+from tuner.engines.base import get_engine
+from tuner.engines.bundled import hot_settings
+from tuner.engines.simulated.blocks import BlockSource
+from tuner.engines.simulated.noise import Noise
+from tuner.records import Failure
+from tuner.study.data import Slot
+from tuner.study.decide import recommendation
+from tuner.study.hot import reachable, saving
+from tuner.study.in_memory import simulate
+from tuner.study.planner import Policy, launches_used
+
+POLICY = Policy(pairs=4)
+
+
+def run(folder: Path, machine: HotMachine | None = None, *overrides: str, policy: Policy = POLICY) -> Any:
+    machine = machine or HotMachine()
+    store = study(folder, space(SPACE, *overrides))
+    return controller(store, machine, HotEngine(), policy=policy).run(), machine
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("hot"))
+
+
+def test_the_whole_space_is_searched_in_one_launch_for_each_value_of_the_cold_setting(done):
+    data, _ = done
+    assert len(data.measured) == 17, "2 x 8 with speculation, and without it on two threads"
+    searched = [launch for launch in data.launches if launch.slot.role == "screen"]
+    assert len(searched) <= 4, [launch.slot for launch in searched]
+    assert {tuple(sorted(e.changes)) for e in data.reconfigurations} == {tuple(sorted(HOT))}, (
+        "every hot setting is told"
+    )
+    assert recommendation(data).overall.winner is not None
+    found = saving(data)
+    assert found.candidates == len(data.measured) - sum(
+        launch.slot.candidate_id != data.baseline.id for launch in searched
+    )
+    assert "launches saved" in found.sentence
+
+
+def test_launches_of_the_confirmation_serve_one_candidate_each_as_they_were_launched(done):
+    data, _ = done
+    confirming = [launch for launch in data.launches if launch.slot.role == "confirm"]
+    assert confirming
+    for launch in confirming:
+        assert {b.candidate_id for b in data.on_launch[launch.id]} == {launch.slot.candidate_id}
+        assert launch.record.settings == data.settings_of(launch.slot.candidate_id)
+    assert not {each.launch_id for each in data.reconfigurations} & {launch.id for launch in confirming}
+
+
+def test_a_candidate_is_compared_with_the_baseline_on_the_same_launch_and_that_stays_fresh(done):
+    data, _ = done
+    for pair in data.pairs:
+        if pair.role == "screen" and data.settings_of(pair.candidate_id)["threads"] == 1:
+            before, after = data.blocks[pair.baseline_block], data.blocks[pair.candidate_block]
+            assert before.launch_id == after.launch_id
+            between = {
+                b.candidate_id
+                for b in data.on_launch[after.launch_id]
+                if min(before.order, after.order) < b.order < max(before.order, after.order)
+            }
+            assert len(between - {data.baseline.id, pair.candidate_id}) <= 3
+
+
+def test_a_launch_effect_does_not_tell_candidates_apart(tmp_path):
+    """What one start of a server is faster by cancels, since the baseline is measured on it too."""
+
+    class Uneven(HotMachine):
+        def measure(self, server: Any, record: Any, **given: Any) -> Any:
+            inner = self.speed
+            self.speed = lambda s, level: inner(s, level) * (1 + 0.2 * (len(self.starts) % 3))
+            try:
+                return super().measure(server, record, **given)
+            finally:
+                self.speed = inner
+
+    machine = Uneven(speed=lambda settings, level: 100.0)
+    data, _ = run(tmp_path, machine, "parameters.threads.choices=[1]")
+    assert all(abs(trial.value) < 0.01 for trial in data.measured)
+
+
+def test_the_budget_counts_launches_and_keeps_those_of_the_confirmation(tmp_path):
+    data, machine = run(tmp_path, None, "budget.launches=10")
+    assert launches_used(data) == len(machine.starts) <= 10
+    assert sum(launch.slot.role == "confirm" for launch in data.launches) == 8
+    assert len(data.measured) >= 8, "what the launches that are left can serve is still tried"
+
+
+def test_a_change_that_is_refused_gives_the_candidate_a_launch_of_its_own(tmp_path):
+    machine = HotMachine(refuses=lambda changes: "no room" if changes["num_steps"] == 3 else None)
+    data, _ = run(tmp_path, machine, "parameters.threads.choices=[1]", "budget.launches=20")
+    wrong = [each for each in data.reconfigurations if each.state == "failed"]
+    assert wrong
+    assert all(data.settings_of(each.slot.candidate_id)["num_steps"] == 3 for each in wrong)
+    assert len({each.slot for each in wrong}) == len(wrong), "it is not asked again"
+    for each in wrong:
+        assert data.launched_for[each.slot][0].state == "done"
+        trial = next(t for t in data.trials if t.candidate_id == each.slot.candidate_id)
+        assert trial.constraints["launch"] <= 0, "a change that fails is not held against the candidate"
+    assert recommendation(data).overall.winner.settings["num_steps"] == 3
+
+
+def test_what_a_server_keeps_of_its_old_settings_is_found_and_not_measured(tmp_path):
+    machine = HotMachine(keeps=frozenset({"disable_batch_threshold"}))
+    data, _ = run(tmp_path, machine, "parameters.threads.choices=[1]", "budget.launches=30")
+    wrong = [each for each in data.reconfigurations if each.failure]
+    assert wrong
+    assert all("disable_batch_threshold" in each.failure.message for each in wrong)
+    assert all(each.failure.phase == "readback" for each in wrong)
+    for each in wrong:
+        mine = [b for b in data.blocks.values() if b.candidate_id == each.slot.candidate_id]
+        assert each.launch_id not in {b.launch_id for b in mine}
+
+
+def test_a_server_that_dies_after_a_change_costs_nobody_but_itself(tmp_path):
+    dies = Failure("died_mid_bench", "bench", "it died")
+    machine = HotMachine(hot_fails=lambda settings: dies if settings.get("num_steps") == 2 else None)
+    data, _ = run(tmp_path, machine, "parameters.threads.choices=[1]", "budget.launches=20")
+    failed = [each for each in data.reconfigurations if each.failure]
+    assert failed
+    assert not [launch for launch in data.launches if launch.failure], "the launch is not what failed"
+    assert all(trial.constraints["launch"] <= 0 for trial in data.measured)
+
+
+def test_a_candidate_that_dies_on_a_launch_of_its_own_too_is_to_blame(tmp_path):
+    dies = Failure("died_mid_bench", "bench", "it died")
+    machine = HotMachine(
+        fails=lambda phase, settings, _n: dies if settings.get("num_steps") == 2 and phase == "bench8" else None
+    )
+    data, _ = run(tmp_path, machine, "parameters.threads.choices=[1]", "budget.launches=20")
+    guilty = {t.candidate_id for t in data.measured if t.constraints["launch"] > 0}
+    assert guilty
+    assert all(data.settings_of(candidate)["num_steps"] == 2 for candidate in guilty)
+    assert {launch.slot.candidate_id for launch in data.launches if launch.failure} == guilty
+
+
+def test_changes_that_never_work_are_given_up(tmp_path):
+    machine = HotMachine(refuses=lambda _changes: "not here")
+    data, _ = run(tmp_path, machine, "budget.launches=14")
+    assert len(machine.changes) == 3
+    assert recommendation(data).overall.winner is not None
+
+
+def test_a_kill_between_any_two_writes_ends_in_the_same_decision(tmp_path, done):
+    from tests.tuner.study.test_study_resume import Watched, copy_database, kept_files
+
+    moments: list[tuple[str, Path]] = []
+    seen: set[bytes] = set()
+
+    def keep(name: str) -> None:
+        content = b"".join(path.read_bytes() for path in kept_files(tmp_path))
+        if content not in seen:
+            seen.add(content)
+            copy_database(tmp_path, tmp_path / f"moment-{len(moments)}")
+            moments.append((name, tmp_path / f"moment-{len(moments)}"))
+
+    small = ("parameters.num_steps.high=2", "budget.launches=7", "budget.candidates=6")
+    store = study(tmp_path, space(SPACE, *small))
+    whole = controller(Watched(store, keep), Watched(HotMachine(), keep), HotEngine(), policy=Policy(pairs=1)).run()
+    assert {"after ask_reconfiguration", "after reconfigured"} <= {name for name, _ in moments}
+    for i, (name, moment) in list(enumerate(moments))[:: max(1, len(moments) // 25)]:
+        shutil.copytree(moment, tmp_path / f"again-{i}")
+        store = study(tmp_path / f"again-{i}", space(SPACE, *small))
+        before = store.data()
+        data = controller(store, HotMachine(), HotEngine(), policy=Policy(pairs=1)).run()
+        assert [t.candidate_id for t in data.trials] == [t.candidate_id for t in whole.trials], name
+        assert before.blocks.items() <= data.blocks.items()
+        assert recommendation(data).overall.winner == recommendation(whole).overall.winner
+        for trial in data.measured:
+            for level in data.levels:
+                assert data.block(Slot(trial.candidate_id, "screen", 0), level) is not None
+
+
+def test_settings_are_in_reach_when_only_hot_ones_differ():
+    plain, ngram = {"speculation": "none"}, {"speculation": "ngram", "num_steps": 3, "ngram_max": 4}
+    assert reachable(HOT, ngram, plain), "how to speculate does not matter where nothing speculates"
+    assert not reachable(HOT, plain, ngram), "a server that was launched without knows no ngram_max"
+    assert reachable(HOT, {**plain, "env.X": "1"}, {"speculation": "ngram", "num_steps": 1, "env.X": "1"})
+    assert not reachable(HOT, {**plain, "env.X": "1"}, plain)
+
+
+def test_a_change_tells_the_bundled_engine_every_hot_setting():
+    engine = get_engine("bundled")
+    settings = {"speculation": "ngram", "num_steps": 3, "disable_batch_threshold": 4}
+    record = engine.record(model="smollm2-135m", args={}, env={}, settings=settings, host="h", port=1)
+    assert engine.change(record).body.keys() == engine.hot
+    plain = engine.record(model="smollm2-135m", args={}, env={}, settings={}, host="h", port=1)
+    body = engine.change(plain).body
+    assert body["speculation"] == "none"
+    assert body["disable_batch_threshold"] == "never"
+    assert "num_steps" not in body, "without speculation there is no depth to say"
+    assert hot_settings(record.expected)["steps_by_batch"] is None
+
+
+def test_a_study_in_memory_with_hot_settings_takes_a_fraction_of_the_launches():
+    the_space = space(SPACE, "profile=full", "budget.launches=24", "budget.candidates=12")
+    truth = lambda settings, level: 100.0 * level * (1.2 if settings.get("num_steps") == 3 else 1.0)  # noqa: E731
+    cold = simulate(the_space, BlockSource(truth, Noise(), 1), 1)
+    hot = simulate(the_space, BlockSource(truth, Noise(), 1), 1, hot=HOT)
+    screened = [sum(x.slot.role == "screen" for x in data.launches) for data in (cold, hot)]
+    assert screened[1] < screened[0] / 2
+    assert len(hot.measured) > len(cold.measured)

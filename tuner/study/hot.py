@@ -1,0 +1,182 @@
+"""Which slots a running server can serve, and which launch a study should stay on. Pure functions of its records.
+
+A hot setting is changed on a running server; a cold one needs a launch. A launch serves every slot whose candidate
+differs from it in hot settings alone, so that launches are paid for once for each combination of cold ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tuner.records import Candidate, Setting
+from tuner.space import Space
+from tuner.space.space import SPECULATIVE
+from tuner.study.data import Slot, StoredLaunch, StudyData
+
+HOT_BASELINE_EVERY = {"short": 4, "full": 3}
+"""On one running server the baseline is measured again after so many candidates, so that drift cancels."""
+
+LEAST_ROW, MOST_ROW = 4, 16
+"""Candidates in a row that are sought among those a running server can serve, at least and at most."""
+
+LOST_CAUSE = 3
+"""Changes in a row that failed on running servers, after which the study does without them."""
+
+
+def reachable(hot: Iterable[str], launched: Mapping[str, Setting], wanted: Mapping[str, Setting]) -> bool:
+    """Whether a server launched with these settings can be put to the wanted ones.
+
+    Settings that only say how to speculate do not matter where the wanted ones do not speculate.
+    """
+    names = launched.keys() | wanted.keys()
+    idle = SPECULATIVE if wanted.get("speculation") == "none" else frozenset()
+    return all(launched.get(name) == wanted.get(name) for name in names - set(hot) - idle)
+
+
+@dataclass(frozen=True)
+class Running:
+    """The server that is up, in the eyes of the planner: `launch`, with what is `hot` on it."""
+
+    launch: StoredLaunch
+    hot: frozenset[str]
+
+    def serves(self, data: StudyData, slot: Slot) -> bool:
+        """Whether it may measure a slot of the search: its own, or one that is in reach and has not failed so."""
+        if slot.role != "screen" or self.launch.slot.role != "screen" or self.launch.failure is not None:
+            return False
+        if slot == self.launch.slot and not self.changed(data):
+            return True
+        if any(each.failure and not each.forgiven for each in data.changed_to.get(slot, ())):
+            return False
+        if given_up(data):
+            return False
+        launched = data.settings_of(self.launch.slot.candidate_id)
+        return reachable(self.hot, launched, data.settings_of(slot.candidate_id))
+
+    def changed(self, data: StudyData) -> bool:
+        """Whether it was ever put to other settings than it was launched with."""
+        return any(each.launch_id == self.launch.id for each in data.reconfigurations)
+
+    def candidates(self, data: StudyData) -> list[str]:
+        """The candidates that were measured on it, in order, the baseline's turns among them."""
+        seen: list[str] = []
+        for stored in data.on_launch.get(self.launch.id, ()):
+            if not seen or seen[-1] != stored.candidate_id:
+                seen.append(stored.candidate_id)
+        return seen
+
+
+def given_up(data: StudyData) -> bool:
+    """Whether changes on running servers keep failing, so that every slot gets a launch of its own."""
+    last = [each for each in data.reconfigurations if not each.forgiven and each.state != "asked"][-LOST_CAUSE:]
+    return len(last) == LOST_CAUSE and all(each.state == "failed" for each in last)
+
+
+def baseline_slot(data: StudyData, running: Running) -> Slot | None:
+    """The screening of the baseline that is due on a running server before its next candidate; None when none is.
+
+    One is due at first and again after every so many candidates. A screening that has begun on this server is finished
+    on it; otherwise it has a number of its own.
+    """
+    baseline, fresh = data.baseline.id, fresh_baseline(data)
+    mine = _baselines_on(data, running.launch)
+    seen = running.candidates(data)
+    since = list(reversed(seen)).index(baseline) if baseline in seen else 0
+    whole = not mine or all(data.block(mine[-1], level) is not None for level in data.levels)
+    stale = since >= HOT_BASELINE_EVERY[data.space.profile]
+    if not mine or stale or (whole and not has_baseline(data, running.launch)):
+        return fresh if running.serves(data, fresh) else None
+    return mine[-1]
+
+
+def fresh_baseline(data: StudyData) -> Slot:
+    """A screening of the baseline that has not begun."""
+    begun = [slot for slot in (*data.launched_for, *data.changed_to) if slot.candidate_id == data.baseline.id]
+    repetitions = [slot.repetition for slot in begun if slot.role == "screen"]
+    return Slot(data.baseline.id, "screen", max(repetitions, default=-1) + 1)
+
+
+def has_baseline(data: StudyData, launch: StoredLaunch) -> bool:
+    """Whether the baseline was measured on a launch, at every level."""
+    mine = [b for b in data.on_launch.get(launch.id, ()) if b.candidate_id == data.baseline.id and b.block.valid]
+    return {b.concurrency for b in mine} == set(data.levels)
+
+
+def _baselines_on(data: StudyData, launch: StoredLaunch) -> list[Slot]:
+    own = [launch.slot] if launch.slot.candidate_id == data.baseline.id else []
+    changed = [each.slot for each in data.reconfigurations if each.launch_id == launch.id]
+    return own + [slot for slot in changed if slot.candidate_id == data.baseline.id]
+
+
+def group(data: StudyData) -> StoredLaunch | None:
+    """The launch in whose reach the search is: its last one, whether its server is still up or not.
+
+    So what is proposed next does not hang on whether the tuner was killed in between.
+    """
+    return next((launch for launch in reversed(data.launches) if launch.slot.role == "screen"), None)
+
+
+def served(data: StudyData, hot: Iterable[str], launch: StoredLaunch) -> int:
+    """Candidates of the search in a row, the last ones, that are in the reach of a launch."""
+    launched, count = data.settings_of(launch.slot.candidate_id), 0
+    for trial in reversed(data.measured):
+        if not reachable(hot, launched, data.settings_of(trial.candidate_id)):
+            break
+        count += 1
+    return count
+
+
+def row(data: StudyData) -> int:
+    """Candidates in a row that a launch should serve, so that its start takes no more time than they do."""
+    starts = [launch.ready_at - launch.started_at for launch in data.launches if launch.ready_at is not None]
+    blocks = [b.block.warmup_s + b.block.window_s for b in data.blocks.values() if b.role == "screen"]
+    if not starts or not blocks:
+        return LEAST_ROW
+    candidate_s = len(data.levels) * sum(blocks) / len(blocks)
+    return min(max(round(sum(starts) / len(starts) / max(candidate_s, 1e-9)), LEAST_ROW), MOST_ROW)
+
+
+def cold_values(space: Space, hot: Iterable[str], candidate: Candidate) -> dict[str, Setting] | None:
+    """The values of the cold parameters that a candidate has, for proposals that it shares a launch with.
+
+    None where the space does not offer one of its values: then no proposal shares its launch.
+    """
+    found = {}
+    for parameter in space.parameters:
+        if parameter.name in hot or parameter.name not in candidate.settings:
+            continue
+        value = candidate.settings[parameter.name]
+        if parameter.domain is not None and value not in parameter.domain:
+            return None
+        found[parameter.name] = value
+    return found
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What changes on running servers have saved: launches, and seconds of starting servers."""
+
+    candidates: int
+    launches: int
+    saved_s: float
+
+    @property
+    def sentence(self) -> str:
+        """For a person; "" where nothing was saved."""
+        if not self.candidates:
+            return ""
+        return (
+            f"{self.candidates} candidates were measured by changing hot settings on a running server: so many "
+            f"launches saved, about {self.saved_s / 60:.1f} minutes of starting servers; {self.launches} were made."
+        )
+
+
+def saving(data: StudyData) -> Saving:
+    """The candidates of the search that needed no launch of their own, and the starts that they would have taken."""
+    changed = {each.slot for each in data.reconfigurations if each.state == "in_effect"}
+    mine = {slot for slot in changed if slot.candidate_id != data.baseline.id and slot.repetition == 0}
+    served = {slot for slot in mine if not data.launched_for.get(slot) and data.by_slot.get(slot)}
+    starts = [launch.ready_at - launch.started_at for launch in data.launches if launch.ready_at is not None]
+    each = sum(starts) / len(starts) if starts else 0.0
+    return Saving(len(served), sum(launch.state != "interrupted" for launch in data.launches), len(served) * each)
