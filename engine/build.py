@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine.captured import PHASE, Captured
 from engine.config import MOST_DRAFT_TOKENS, EngineConfig, schedule_text
+from engine.cuda import CudaCapturer, Work, describe, device_of, measure
 from engine.errors import InvalidConfig, NothingNamed, RanksDisagree
+from engine.graphs import Capturer, GraphSet, buckets
 from engine.ipc.messages import Abort, Ask, Submit, TokenUpdate
 from engine.memory.pool import KVPool, Pages
 from engine.memory.prefix import PrefixCache
@@ -28,6 +33,8 @@ from engine.spec.base import Drafter, Surroundings, make_drafter, registered
 from engine.spec.eagle3 import find_head
 from engine.spec.gate import SpecGate
 from engine.spec.round import SpecRound
+
+log = logging.getLogger(__name__)
 
 _TOKENS_PER_REQUEST = 1024  # of cache, when the pool's size is not given
 
@@ -49,6 +56,7 @@ class Core:
     surroundings: Surroundings
     crew: Crew
     ranks: list[dict[str, Any]]
+    graphs: GraphSet
     epoch: int = 0
     window: dict[str, float] = field(default_factory=dict)
 
@@ -107,7 +115,7 @@ class Core:
             "requested": requested,
             "effective": effective,
             "differences": differences,
-            "paths": self.paths | self.scheduler.alarm.path(),
+            "paths": self.paths | self.graphs.paths() | self.scheduler.alarm.path(),
             "drafters": _available(self.surroundings),
             "epoch": self.epoch,
             "window": self._window(),
@@ -157,6 +165,10 @@ class Core:
             "engine_prefix_cache_hit_tokens_total": self.prefix.hit_tokens,
             "engine_prefix_cache_evicted_pages_total": self.prefix.evicted_pages,
         }
+        counters["engine_graph_replays_total"] = self.graphs.hits
+        for phase, state in self.graphs.states.items():
+            counters[f'engine_graphs_active{{phase="{phase}"}}'] = float(state.state == "active")
+            counters[f'engine_graph_misses_total{{phase="{phase}"}}'] = self.graphs.misses[phase]
         name = self.crew.choice.name if self.crew.choice else ""
         for operation, count in self.model.group.counts().items():
             labels = f'{{backend="{name}",op="{operation}"}}'
@@ -202,6 +214,8 @@ class Core:
             "max_waiting_requests": self.config.max_waiting_requests,
             "prefill_tokens": self.config.prefill_tokens,
             "threads": torch.get_num_threads(),
+            "device": self.model.device.type,
+            "cuda_graphs": self.graphs.policy if self.graphs.possible else "off",
             "tp": self.model.group.ranks,
             "allreduce": self.crew.choice.name if self.crew.choice else "none",
             "collective_timeout_s": self.config.collective_timeout_s,
@@ -238,16 +252,23 @@ _REASONS = {
     "context_length": "not given: what the model was trained for",
     "kv_tokens": "not given, or rounded up to whole pages",
     "threads": "not given: the cores this process may use, divided by tp",
+    "cuda_graphs": "there is no GPU to capture on",
     "allreduce": "auto: with tp 1 there is nothing to exchange, else see parallel",
 }
 
 
-def build(config: EngineConfig, crew: Crew | None = None) -> Core:
-    """Load, allocate and wire one rank; `crew`: all ranks (`engine.ranks.launch`), which build at the same time.
+def build(config: EngineConfig, crew: Crew | None = None, capturer: Callable[[Work], Capturer] | None = None) -> Core:
+    """Load, allocate and wire one rank.
+
+    Args:
+        config: the settings.
+        crew: all ranks (`engine.ranks.launch`), which build at the same time.
+        capturer: of graphs, other than the device's own.
 
     Raises:
         InvalidConfig: settings that do not fit the model or the machine, all of them named.
         RanksDisagree: another rank has loaded something else. RankLost, RankFailed: it has ended.
+        GraphCaptureError: graphs are required and one cannot be captured.
         ModelNotFound, ModelBroken, UnsupportedModel: see engine.errors.
     """
     problems = config.problems()
@@ -258,21 +279,22 @@ def build(config: EngineConfig, crew: Crew | None = None) -> Core:
     if group.ranks != config.tp:
         raise InvalidConfig(f"tp: {config.tp} ranks are asked for, and {group.ranks} are here")
     torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // group.ranks))
-    dtype = _dtype(config.dtype)
+    device = device_of(config.device, group.rank)
+    dtype = _dtype(config.dtype, device)
     kind = _weights(config.weights, dtype)
-    ops, paths = _ops(dtype, kind)
+    ops, paths = _ops(dtype, kind, device)
     source = resolve(config.model)
     weights = open_weights(source, dtype, whole_numbers=kind in KINDS)
     trained = weights.config.max_context
     context_length = config.context_length or trained
     if context_length > trained:
         raise InvalidConfig(f"context_length: {context_length} is more than the model's {trained}")
-    model = Llama(weights, ops, dtype, context_length + 2 * MOST_DRAFT_TOKENS, kind, group)
+    model = Llama(weights, ops, dtype, context_length + 2 * MOST_DRAFT_TOKENS, kind, group, device)
     weights.close()
     page_size = config.page_size
     page_count = min(crew.exchange(-(-_kv_tokens(config, model, context_length) // page_size)))
     _check_memory(page_count * page_size, model)
-    pool = model.new_pool(page_count, page_size)
+    pool = model.new_pool(page_count + 1, page_size)  # the last page is nobody's (engine.captured)
     longest = context_length + 2 * MOST_DRAFT_TOKENS  # behind the last token, rounds in flight may still draft
     # With overlap a request's row is free only when the round after its last one has ended.
     pages = Pages(page_count, page_size, 2 * config.max_running_requests, longest)
@@ -295,6 +317,12 @@ def build(config: EngineConfig, crew: Crew | None = None) -> Core:
         scheduler.use_lane(ThreadLane())
     ranks = crew.exchange(_about(model, ops, kind, pool))
     _same(ranks)
+    captured = Captured(model, pool, pages.table, page_size, config.spec.shape.num_draft_tokens, drafter.features)
+    make = capturer or (CudaCapturer if device.type == "cuda" else None)
+    graphs = GraphSet(config.cuda_graphs, make(captured.work) if make else None, crew.exchange)
+    graphs.capture({PHASE: buckets(config.max_running_requests)})
+    if graphs.states[PHASE].state == "active":
+        captured.graphs, round_.hidden = graphs, captured.hidden
     if crew.choice is not None:
         detail = f"{crew.choice.name}, {crew.choice.reason}" + ("" if crew.choice.verified else "; never verified")
         paths["allreduce"] = {"state": "active", "detail": detail}
@@ -312,6 +340,7 @@ def build(config: EngineConfig, crew: Crew | None = None) -> Core:
         surroundings,
         crew,
         ranks,
+        graphs,
     )
 
 
@@ -365,20 +394,26 @@ def _missing(name: str, surroundings: Surroundings) -> str | None:
 
 
 def _check_memory(kv_tokens: int, model: Llama) -> None:
-    needed = kv_tokens * model.kv_bytes_per_token * model.group.ranks
-    try:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return
+    needed = kv_tokens * model.kv_bytes_per_token
+    if model.device.type == "cuda":
+        memory = torch.cuda.mem_get_info(model.device)[1]
+    else:
+        needed *= model.group.ranks  # which share the machine's
+        try:
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (ValueError, OSError):
+            return
     if needed > memory:
         raise InvalidConfig(
             f"kv_tokens: {kv_tokens} need {needed / 2**30:.1f} GiB; this machine has {memory / 2**30:.1f} GiB"
         )
 
 
-def _dtype(name: str) -> torch.dtype:
+def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name != "auto":
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    if device.type == "cuda":
+        return torch.bfloat16
     return torch.bfloat16 if fast_bfloat16() else torch.float32
 
 
@@ -386,13 +421,21 @@ def _weights(name: str, dtype: torch.dtype) -> str:
     return name if name != "auto" else "bf16" if dtype == torch.bfloat16 else "fp32"
 
 
-def _ops(dtype: torch.dtype, weights: str) -> tuple[Ops, dict[str, dict[str, str]]]:
-    try:
-        ops: Ops = NativeOps(dtype)
-        state, reason = "active", ""
-    except NativeUnavailable as error:
-        ops, state, reason = ReferenceOps(), "fell_back", str(error)
-    paths = {"native_kernels": {"state": state, "detail": reason}}
+def _ops(dtype: torch.dtype, weights: str, device: torch.device) -> tuple[Ops, dict[str, dict[str, str]]]:
+    ops: Ops
+    if device.type == "cuda":
+        from engine.ops.triton.ops import TritonOps
+        from engine.ops.triton.tuned import Tuned
+
+        log.warning("the GPU path has never run on real hardware; see docs/hardware.md")
+        ops = TritonOps(Tuned(describe(device), measure))
+        paths = {"triton_kernels": {"state": "active", "detail": "never verified on real hardware"}}
+    else:
+        try:
+            ops, state, reason = NativeOps(dtype), "active", ""
+        except NativeUnavailable as error:
+            ops, state, reason = ReferenceOps(), "fell_back", str(error)
+        paths = {"native_kernels": {"state": state, "detail": reason}}
     paths |= {
         f"kernel.{operation}": {"state": "active", "detail": kernel}
         for operation, kernel in ops.describe(weights).items()
@@ -403,10 +446,13 @@ def _ops(dtype: torch.dtype, weights: str) -> tuple[Ops, dict[str, dict[str, str
 def _kv_tokens(config: EngineConfig, model: Llama, context_length: int) -> int:
     if config.kv_tokens is not None:
         return config.kv_tokens
-    each = model.kv_bytes_per_token * model.group.ranks
+    each = model.kv_bytes_per_token
     wanted = max(context_length, config.max_running_requests * _TOKENS_PER_REQUEST)
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return wanted
+    if model.device.type == "cuda":
+        free = torch.cuda.mem_get_info(model.device)[0]
+    else:
+        try:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // model.group.ranks
+        except (ValueError, OSError):
+            return wanted
     return min(wanted, max(free // 2 // each, config.page_size))

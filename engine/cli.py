@@ -14,7 +14,9 @@ from engine.config import (
     ACCEPTANCE,
     ALLREDUCE,
     DEFAULT_STEPS,
+    DEVICES,
     DTYPES,
+    GRAPHS,
     POLICIES,
     SPECULATION,
     WEIGHTS,
@@ -86,6 +88,10 @@ def _settings(
     threads: Annotated[
         int | None, _option("Threads of each rank's process; default: all cores, divided by tp.")
     ] = None,
+    device: Annotated[str, _option(f"What computes: {' or '.join(DEVICES)}.")] = EngineConfig.device,
+    cuda_graphs: Annotated[
+        str, _option(f"Of decode and verify steps: {', '.join(GRAPHS)}; preferred: goes on without and says so.")
+    ] = EngineConfig.cuda_graphs,
     tp: Annotated[int, _option("Ranks that share each layer, one process each.")] = EngineConfig.tp,
     allreduce: Annotated[
         str, _option(f"How the ranks exchange what they computed: {', '.join(ALLREDUCE)}.")
@@ -160,6 +166,8 @@ def _settings(
         max_waiting_requests=max_waiting_requests,
         prefill_tokens=prefill_tokens,
         threads=threads,
+        device=device,
+        cuda_graphs=cuda_graphs,
         tp=tp,
         allreduce=allreduce,
         collective_timeout_s=collective_timeout_s,

@@ -39,7 +39,19 @@ _MOST = {
 }
 DTYPES = ("auto", "bfloat16", "float32")
 WEIGHTS = ("auto", "bf16", "int8", "int4")
-ALLREDUCE = ("auto", "shm", "gloo", "nccl")
+DEVICES = ("cpu", "cuda")
+GRAPHS = ("required", "preferred", "off")
+ALLREDUCE = (
+    "auto",
+    "shm",
+    "gloo",
+    "nccl",
+    "custom",
+    "symm_mem",
+    "nccl_symm",
+    "flashinfer_fusion",
+    "flashinfer_pcie_ipc",
+)
 
 
 @dataclass(frozen=True)
@@ -233,6 +245,9 @@ class EngineConfig:
         max_waiting_requests: beyond the running ones; further ones are refused with status 429.
         prefill_tokens: prompt tokens run per step, at most.
         threads: of each rank's process; None: all cores it may use, divided by `tp`.
+        device: what computes, one of `DEVICES`; with "cuda" rank r has GPU r. Has never run on a GPU.
+        cuda_graphs: of decode and verify steps, one of `GRAPHS`: the server does not start without them, goes
+            on without them and says so, or makes none.
         tp: ranks that share each layer, one process each; the model's KV heads at most.
         allreduce: how the ranks exchange what they computed, one of `ALLREDUCE`; "auto": the fastest that can run.
         collective_timeout_s: a rank that is not heard of for so long in such an exchange takes the server down.
@@ -255,6 +270,8 @@ class EngineConfig:
     max_waiting_requests: int = 20_000
     prefill_tokens: int = 512
     threads: int | None = None
+    device: str = "cpu"
+    cuda_graphs: str = "preferred"
     tp: int = 1
     allreduce: str = "auto"
     collective_timeout_s: float = 30.0
@@ -276,6 +293,14 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= most:
                 found.append(f"{name}: {value} is outside 1 to {most}")
+        if self.device not in DEVICES:
+            found.append(f"device: '{self.device}' is unknown; valid: {', '.join(DEVICES)}")
+        elif self.device == "cuda" and self.weights not in ("auto", "bf16"):
+            found.append(f"weights: '{self.weights}' is for CPUs; valid with device 'cuda': auto, bf16")
+        if self.cuda_graphs not in GRAPHS:
+            found.append(f"cuda_graphs: '{self.cuda_graphs}' is unknown; valid: {', '.join(GRAPHS)}")
+        elif self.cuda_graphs == "required" and self.device == "cpu":
+            found.append("cuda_graphs: 'required' needs a GPU (device 'cuda'); valid with device 'cpu': preferred, off")
         if self.allreduce not in ALLREDUCE:
             found.append(f"allreduce: '{self.allreduce}' is unknown; valid: {', '.join(ALLREDUCE)}")
         elif self.allreduce != "auto" and self.tp == 1:

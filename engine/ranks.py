@@ -139,7 +139,7 @@ def launch(config: EngineConfig, frontend: Connection | None = None, follow: str
     """
     if config.tp == 1:
         return Alone()
-    place = Place(config.tp)
+    place = Place(config.tp, config.device)
     choice = choose(config.allreduce, place)
     log.info("%d ranks, joined by %s (%s)", config.tp, choice.name, choice.reason)
     if not choice.verified:
@@ -162,6 +162,7 @@ class Leader:
         self._told: list[Any] = []
         self._collective: Collective | None = None
         self._closing = False
+        self._frontend = frontend
         try:
             for rank in range(1, place.ranks):
                 ours, theirs = context.Pipe()
@@ -172,6 +173,7 @@ class Leader:
                 self._processes.append(process)
                 self._pipes.append(ours)
             log.info("rank 0 is process %d, %s", os.getpid(), self._others())
+            threading.Thread(target=self._watch, name="watch of the ranks", daemon=True).start()
             self._collective = chosen.open(meeting, 0, place, config.collective_timeout_s)
             self.exchange("met")
         except BaseException:
@@ -179,7 +181,6 @@ class Leader:
             raise
         meeting.close()
         self.group = Group(0, place.ranks, self._collective)
-        threading.Thread(target=self._watch, name="watch of the ranks", daemon=True).start()
 
     def _others(self) -> str:
         return ", ".join(f"{process.name} process {process.pid}" for process in self._processes)
@@ -282,11 +283,24 @@ class Leader:
         return RankFailed(f"rank {rank} of {len(self._pipes) + 1}: {words.cause}", words.exit_code)
 
     def _watch(self) -> None:
-        """Tell whoever waits in an exchange for a rank that has died. A thread of its own."""
+        """Tell whoever waits in an exchange for a rank that has died. A thread of its own.
+
+        Where the ranks still look for each other, which some backends do without end, this ends the process.
+        """
         sentinels = {process.sentinel: rank for rank, process in enumerate(self._processes, 1)}
         ended = wait(list(sentinels))
-        if not self._closing and self._collective is not None:
+        if self._closing:
+            return
+        if self._collective is not None:
             self._collective.lose(min(sentinels[sentinel] for sentinel in ended if isinstance(sentinel, int)))
+            return
+        found = self._found()
+        cause, status = (str(found), found.exit_code) if found is not None else ("a rank has ended", 1)
+        log.error("%s", cause)
+        if self._frontend is not None:
+            with contextlib.suppress(OSError):
+                self._frontend.send(Fatal(cause, "", status))
+        os._exit(status)
 
 
 class Follower:

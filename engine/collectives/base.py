@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.errors import CollectiveError, CollectiveTimeout, InvalidConfig, RankLost, RanksDisagree
 from engine.ops.base import Hook
 
-MODULES = ("shm", "gloo", "nccl")
+MODULES = ("shm", "gloo", "nccl", "custom", "symm_mem", "nccl_symm", "flashinfer_fusion", "flashinfer_pcie_ipc")
 """Files of this folder, each with a `BACKEND`, in the order in which "auto" prefers them."""
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -42,25 +42,31 @@ class Nccl:
 
     def open(self, meeting: Meeting, rank: int, place: Place, timeout_s: float) -> Collective:
         """See `Backend.open`. The rank's GPU is the one of its number."""
-        return NcclCollective(self.name, open_nccl(meeting, rank, place, timeout_s), rank, place.ranks, timeout_s)
-
-
-def open_nccl(meeting: Meeting, rank: int, place: Place, timeout_s: float) -> Any:
-    """A process group of torch's, on the GPU of this rank's number."""
-    from torch.distributed import ProcessGroupNCCL
-
-    torch.cuda.set_device(rank)
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    return ProcessGroupNCCL(open_store(meeting, rank, place.ranks), rank, place.ranks, options)
+        return NcclCollective(self.name, meeting, rank, place, timeout_s)
 
 
 class NcclCollective(PythonCollective):
-    """One rank's end. Calls return when they are queued on the current stream; NCCL's own watchdog ends what hangs."""
+    """One rank's end. Calls return when they are queued on the current stream; NCCL's own watchdog ends what hangs.
 
-    def __init__(self, name: str, group: Any, rank: int, ranks: int, timeout_s: float) -> None:
-        super().__init__(name, rank, ranks, timeout_s)
-        self._group = group
+    Backends that are faster for some sums are subclasses with a `_sum` of their own, which leaves the others to this
+    one. All use torch's own process group, of which a process has one.
+    """
+
+    def __init__(self, name: str, meeting: Meeting, rank: int, place: Place, timeout_s: float) -> None:
+        from torch import distributed
+
+        super().__init__(name, rank, place.ranks, timeout_s)
+        self._device = torch.device("cuda", rank)
+        torch.cuda.set_device(self._device)
+        distributed.init_process_group(
+            "nccl",
+            store=open_store(meeting, rank, place.ranks),
+            rank=rank,
+            world_size=place.ranks,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=self._device,
+        )
+        self._group: Any = distributed.group.WORLD
 
     def _sum(self, x: Tensor) -> None:
         self._group.allreduce([x]).wait()
@@ -69,14 +75,16 @@ class NcclCollective(PythonCollective):
         self._group.allgather([parts], [x]).wait()
 
     def _send(self, x: Tensor) -> None:
-        here = x.cuda()
+        here = x.to(self._device)
         self._group.broadcast([here]).wait()
         if here is not x:
             x.copy_(here)
 
     def close(self) -> None:
         """See `Collective.close`."""
-        self._group.abort()
+        from torch import distributed
+
+        distributed.destroy_process_group()
 
 
 BACKEND = Nccl()

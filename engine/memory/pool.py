@@ -14,12 +14,19 @@ class KVPool:
     """Keys and values [layers, slots, G, D]; slot = page * page_size + offset. Memory is touched on first use."""
 
     def __init__(
-        self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
         self.page_size, self.pages = page_size, pages
         shape = (layers, pages * page_size, kv_heads, head_dim)
-        self._k = torch.empty(shape, dtype=dtype)
-        self._v = torch.empty(shape, dtype=dtype)
+        self._k = torch.empty(shape, dtype=dtype, device=device)
+        self._v = torch.empty(shape, dtype=dtype, device=device)
         self._per_layer = [(self._k[i], self._v[i]) for i in range(layers)]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -33,6 +40,7 @@ class KVPool:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots (int64 [n]) in all layers; sources are read before any target is written."""
+        source, target = source.to(self._k.device), target.to(self._k.device)
         self._k[:, target] = self._k[:, source]
         self._v[:, target] = self._v[:, source]
 

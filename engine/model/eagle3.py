@@ -92,10 +92,12 @@ class Eagle3Head:
         if self._group.ranks > 1:
             weights = _part(weights, shape, mine)
         self._ops, self._embedding = ops, embedding
+        device = embedding.device
+        weights = {name: w.to(device) for name, w in weights.items()}
         cast = {name: w.to(dtype).contiguous() for name, w in weights.items()}
         # A norm's weight and the matrix behind it are one matrix.
         self._fc = ops.linear((weights["fc"].float() * weights["chunk_norm"].float()).to(dtype))
-        self._ones = torch.ones(shape.hidden, dtype=dtype)
+        self._ones = torch.ones(shape.hidden, dtype=dtype, device=device)
         self._qkv, self._out = ops.linear(cast["qkv"]), ops.linear(cast["out"])
         self._gate_up, self._down = ops.linear(cast["gate_up"]), ops.linear(cast["down"])
         self._norms = {name: cast[name] for name in ("input_norm", "hidden_norm", "mlp_norm", "final_norm")}
@@ -104,11 +106,12 @@ class Eagle3Head:
         self._lm_head = ops.linear(cast["lm_head"], as_float=True, weights="int8" if whole else "auto")
         half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), 1.0 / shape.rope_theta**half)
-        self._rope = (angles.cos(), angles.sin())
+        self._rope = (angles.cos().to(device), angles.sin().to(device))
 
     def new_pool(self, pages: int, page_size: int) -> KVPool:
         """Its cache: one layer, addressed by the same slots as the target's."""
-        return KVPool(1, pages, page_size, self._kv_heads, self.shape.head_dim, self.dtype)
+        device = self._embedding.device
+        return KVPool(1, pages, page_size, self._kv_heads, self.shape.head_dim, self.dtype, device)
 
     def extend(self, features: Tensor, view: View, pool: KVPool) -> Tensor:
         """Rows with true features [T, 3H] of the target and `view.tokens` that follow them; hidden states [T, H]."""
@@ -118,6 +121,7 @@ class Eagle3Head:
 
     def step(self, x: Tensor, view: View, pool: KVPool) -> Tensor:
         """Rows on the head's own hidden states x [T, H] (overwritten); the next hidden states [T, H]."""
+        view = view.on(x.device)
         ops, norms, whole = self._ops, self._norms, self._group.all_reduce
         embedded = ops.rms_norm(rows_of(self._embedding, view.tokens), norms["input_norm"], EPS)
         qkv = self._qkv(torch.cat((embedded, ops.rms_norm(x, norms["hidden_norm"], EPS)), dim=-1))

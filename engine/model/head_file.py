@@ -38,7 +38,7 @@ def fingerprint(target: Llama) -> str:
     """Tells targets apart, and is the same for one model whatever its file format and data type."""
     digest = hashlib.sha256()
     for tensor in (target.final_norm, target.embedding[:256]):
-        digest.update(tensor.to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+        digest.update(tensor.cpu().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:32]
 
 

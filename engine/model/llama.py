@@ -25,6 +25,7 @@ class Llama:
         context_length: int,
         kind: str = "auto",
         group: Group | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """`kind`: of the linear layers' weights, see `Ops.linear`; the output layer is int8 where they are int4.
 
@@ -33,7 +34,7 @@ class Llama:
         """
         config = weights.config
         self.config, self.ops, self.dtype, self.kind = config, ops, dtype, kind
-        self.group = group or Group()
+        self.group, self.device = group or Group(), device or torch.device("cpu")
         h, d = config.hidden, config.head_dim
         sizes = Sizes(h, config.q_heads, config.kv_heads, d, config.intermediate, config.vocab)
         self.shard = shard = shards(sizes, self.group.ranks)[self.group.rank]
@@ -41,11 +42,14 @@ class Llama:
         q_rows, kv_rows = (range(heads.start * d, heads.stop * d) for heads in (shard.q_heads, shard.kv_heads))
 
         def take(name: str, *shape: int) -> Tensor:
-            return weights.take(f"{name}.weight", shape, dtype)
+            return weights.take(f"{name}.weight", shape, dtype).to(self.device)
+
+        def take_bias(name: str, size: int) -> Tensor:
+            return weights.take(f"{name}.bias", (size,), dtype).to(self.device)
 
         def rows(*parts: tuple[str, int, range], columns: int, bias: bool) -> Linear:
             """Of these rows of weights [size, columns], one below the other: name, size, rows."""
-            biases = [weights.take(f"{name}.bias", (n,), dtype)[at.start : at.stop] for name, n, at in parts if bias]
+            biases = [take_bias(name, n)[at.start : at.stop] for name, n, at in parts if bias]
             shift = torch.cat(biases) if bias else None
             if kind in KINDS:
                 found = [weights.take_grouped(f"{name}.weight", (size, columns), kind) for name, size, _ in parts]
@@ -59,7 +63,7 @@ class Llama:
 
         def columns(name: str, size: int, at: range, bias: bool) -> Linear:
             """Of these columns of a weight [H, size]; the ranks' results add up to the layer's."""
-            shift = weights.take(f"{name}.bias", (h,), dtype) if bias else None
+            shift = take_bias(name, h) if bias else None
             if self.group.rank:
                 shift = None  # it is added once
             if kind in KINDS and at.start % GROUP == 0 and (at.stop % GROUP == 0 or at.stop == size):
@@ -105,7 +109,8 @@ class Llama:
             self._head_weight = self._head_weight[:0]  # only training wants rows of it, and it has one rank
         self._head = ops.linear(head, as_float=True, weights=head_kind)
         self.identity = weights.identity()
-        self._rope = config.rope.tables(d, context_length)
+        cos, sin = config.rope.tables(d, context_length)
+        self._rope = (cos.to(self.device), sin.to(self.device))
         self._layers = tuple(layers)
         self._fused = ops.fuse(
             Stack(self._layers, self._norm, self._rope, config.rms_eps, self.q_heads, self.kv_heads, d, self.group)
@@ -113,7 +118,9 @@ class Llama:
 
     def new_pool(self, pages: int, page_size: int) -> KVPool:
         """A cache for its layers, or for this rank's part of them."""
-        return KVPool(self.config.layers, pages, page_size, self.kv_heads, self.config.head_dim, self.dtype)
+        return KVPool(
+            self.config.layers, pages, page_size, self.kv_heads, self.config.head_dim, self.dtype, self.device
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -159,10 +166,11 @@ class Llama:
         A layer's output is the residual stream behind it, before the next normalisation (EAGLE-3's features).
         """
         ops, config, eps = self.ops, self.config, self.config.rms_eps
+        view = view.on(self.device)
         residual = rows_of(self._embedding, view.tokens)
         if self._fused is not None:
             return self._fused(residual, view, *pool.tensors, layers)
-        features = torch.empty(len(residual), len(layers) * config.hidden, dtype=self.dtype)
+        features = torch.empty(len(residual), len(layers) * config.hidden, dtype=self.dtype, device=self.device)
         normed = ops.rms_norm(residual, self._layers[0].attention_norm, eps)
         following = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
         for i, layer in enumerate(self._layers):

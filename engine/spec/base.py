@@ -186,9 +186,11 @@ class ChainBuilder:
     def add(self, logits: Tensor) -> np.ndarray:
         """The next draft of every request, int64 [B] target ids, given its logits [B, Vd]."""
         asked, some = self._asked, self._sampled
-        ids = np.maximum(self._ops.argmax(logits).numpy(), 0)
+        ids = np.maximum(self._ops.argmax(logits).cpu().numpy(), 0)
         if len(some):
-            scaled = logits[torch.from_numpy(some)].double() / torch.from_numpy(asked.temperature[some]).unsqueeze(1)
+            scaled = logits[torch.from_numpy(some)].cpu().double() / torch.from_numpy(
+                asked.temperature[some]
+            ).unsqueeze(1)
             q = scaled.softmax(-1).nan_to_num(1.0)
             position = (asked.lengths[some] + 1 + len(self._drafts)).astype(np.uint64)
             ids[some] = inverse(q, torch.from_numpy(coins(asked.seeds[some] ^ DRAFT_STREAM, position))).numpy()

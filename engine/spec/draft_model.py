@@ -55,7 +55,9 @@ class DraftModelDrafter:
                 "both must share one tokenizer"
             )
         group = cut_over(target.group, weights.config.kv_heads)
-        self._model = Llama(weights, target.ops, target.dtype, surroundings.positions, group=group)
+        self._model = Llama(
+            weights, target.ops, target.dtype, surroundings.positions, group=group, device=target.device
+        )
         weights.close()
         self._pages = surroundings.pages
         self._pool = self._model.new_pool(self._pages.total, self._pages.page_size)

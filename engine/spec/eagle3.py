@@ -64,7 +64,7 @@ class Eagle3Drafter:
         self.features: tuple[int, ...] = loaded.shape.layers
         self._ops = target.ops
         self._pool = self._head.new_pool(self._pages.total, self._pages.page_size)
-        self._hidden = torch.zeros(surroundings.requests, loaded.shape.hidden, dtype=target.dtype)
+        self._hidden = torch.zeros(surroundings.requests, loaded.shape.hidden, dtype=target.dtype, device=target.device)
 
     def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
         """See `Drafter.add`. What it needs comes with the first `observe`."""
@@ -88,7 +88,8 @@ class Eagle3Drafter:
         view = self._view(seen.rows, owner, seen.following, positions, seen.first, seen.start)
         with torch.inference_mode():
             hidden = self._head.extend(seen.features, view, self._pool)
-            self._hidden.index_copy_(0, torch.from_numpy(seen.rows), rows_of(hidden, seen.start[1:] - 1))
+            rows = torch.from_numpy(seen.rows).to(hidden.device)
+            self._hidden.index_copy_(0, rows, rows_of(hidden, seen.start[1:] - 1))
 
     def release(self, rid: int) -> None:
         """See `Drafter.release`. A row's state is overwritten by its next owner."""
@@ -142,7 +143,7 @@ class Eagle3Drafter:
         logits = self._head.logits(x)
         top = logits.topk(topk, dim=-1)
         scores = top.values - logits.logsumexp(-1, keepdim=True)
-        return scores.numpy().astype(np.float64), self._head.hot[top.indices].numpy()
+        return scores.cpu().numpy().astype(np.float64), self._head.hot[top.indices.cpu()].numpy()
 
     def _view(
         self,

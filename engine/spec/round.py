@@ -102,6 +102,7 @@ class SpecRound:
         self._length = np.zeros(pages.rows, dtype=np.int64)
         self._bonus = np.zeros(pages.rows, dtype=np.int64)
         self.rejection = False
+        self.hidden = model.hidden  # or what stands in its place (engine.captured)
         self.stats = RoundStats()
 
     def run(self, work: Sequence[Work], shape: DraftShape) -> RoundResult:
@@ -114,9 +115,11 @@ class SpecRound:
             layout = self._lay_out(layout, work, tree)
             view = self._view(work, layout, asked, tree)
             planned = time.perf_counter()
-            hidden, features = self._model.hidden(view, self._pool, self.drafter.features)
+            hidden, features = self.hidden(view, self._pool, self.drafter.features)
             logits = self._model.logits(rows_of(hidden, view.logit_rows))
             forwarded = time.perf_counter()
+            if not _greedy(work):
+                logits = logits.cpu()  # what else may be asked of them is written for the host
             prompt_logprobs = _report_prompts(work, logits[len(tree.tokens) :])
             logits = logits[: len(tree.tokens)]
             raw = _adjust(work, tree, logits)
@@ -240,7 +243,7 @@ class SpecRound:
         """The target's token at every node, int64 [N]."""
         ending = [w.request for w in work if w.following is None]
         if not any(request.sampling.temperature for request in ending):
-            return self._model.ops.argmax(logits).numpy()
+            return self._model.ops.argmax(logits).cpu().numpy()
         sizes = np.diff(tree.start)
 
         def per_node(values: Sequence[float], dtype: type) -> np.ndarray:
@@ -323,6 +326,13 @@ class SpecRound:
         stats.drafted += int(sizes[speculated].sum()) - len(accepted)
         stats.accepted += int(accepted.sum())
         stats.accepted_at.update(accepted.tolist())
+
+
+def _greedy(work: Sequence[Work]) -> bool:
+    """Whether all that is wanted of the logits is where they are largest."""
+    sampling = [w.request.sampling for w in work if w.following is None]
+    plain = all(s.temperature == 0 and not s.changes_logits and s.logprobs is None for s in sampling)
+    return plain and not any(w.report for w in work)
 
 
 def _reported(work: Sequence[Work], layout: _Layout) -> list[np.ndarray]:

@@ -29,7 +29,17 @@ from tuner.records import LaunchRecord, Setting
 
 _MODELS = ("smollm2-135m",)
 
-_ALLREDUCE = ("auto", "shm", "gloo", "nccl")
+_ALLREDUCE = (
+    "auto",
+    "shm",
+    "gloo",
+    "nccl",
+    "custom",
+    "symm_mem",
+    "nccl_symm",
+    "flashinfer_fusion",
+    "flashinfer_pcie_ipc",
+)
 _POLICIES = ("fixed", "adaptive")
 _CHAINS = ("ngram", "draft_model")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -63,6 +73,8 @@ _ENGINE = {
     "threads": SettingSpec("int", "threads of the model process", low=1),
     "prefix_cache": SettingSpec("str", "requests that begin alike share what was computed", choices=("on", "off")),
     "seed": SettingSpec("int", "from which requests without a seed get theirs", low=0),
+    "device": SettingSpec("str", "what computes", choices=("cpu", "gpu")),
+    "cuda_graphs": SettingSpec("bool", "decode steps are captured, or the server does not start"),
     "tp": SettingSpec("int", "tensor parallel size: ranks that share each layer", low=1, high=64),
     "allreduce": SettingSpec("str", "how the ranks exchange what they computed", choices=_ALLREDUCE),
     "collective_timeout_s": SettingSpec("float", "a rank silent for so long takes the server down", low=0.1, high=3600),
@@ -113,7 +125,7 @@ class BundledEngine:
         argv += ["--host", host, "--port", str(port)]
         for name in self.settings:
             if name in values:
-                argv += ["--" + name.replace("_", "-"), str(values[name])]
+                argv += ["--" + name.replace("_", "-"), str(_told(name, values[name]))]
         return LaunchRecord(
             engine=self.kind,
             engine_version=self.version(),
@@ -123,7 +135,7 @@ class BundledEngine:
             host=host,
             port=port,
             settings=dict(settings),
-            expected={name: value for name, value in values.items() if value != "auto"},
+            expected={name: _told(name, value) for name, value in values.items() if value != "auto"},
             served_model=served,
             flush_path="/flush_cache",
         )
@@ -161,6 +173,15 @@ class BundledEngine:
             return None
         close = difflib.get_close_matches(model.lower(), _MODELS, n=1, cutoff=0.5)
         return f"'{model}' does not exist{f'; did you mean {close[0]!r}?' if close else ''}; {valid}"
+
+
+def _told(name: str, value: Any) -> Any:
+    """A setting's value as this engine calls it."""
+    if name == "device":
+        return {"gpu": "cuda"}.get(value, value)
+    if name == "cuda_graphs":
+        return "required" if value else "off"
+    return value
 
 
 def _complete(values: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ NEUTRAL: Mapping[str, SettingSpec] = {
     "draft_attention_backend": SettingSpec("str", "attention kernels of the drafter, in the engine's own word"),
     "device": SettingSpec("str", "what computes", choices=("gpu", "cpu")),
     "tp": SettingSpec("int", "tensor parallel size", low=1, high=64),
-    "allreduce": SettingSpec("str", "how tensor-parallel GPUs add up", choices=ALLREDUCE),
+    "allreduce": SettingSpec("str", "how tensor-parallel ranks add up", choices=ALLREDUCE),
     "attention_backend": SettingSpec("str", "attention kernels, in the engine's own word"),
     "dtype": SettingSpec("str", "of weights and activations", choices=("auto", "bfloat16", "float16", "float32")),
     "quantization": SettingSpec("str", "of the weights, in the engine's own word"),

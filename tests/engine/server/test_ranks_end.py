@@ -90,6 +90,20 @@ def test_a_rank_killed_while_nothing_runs_takes_the_server_down(begin) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+@pytest.mark.parametrize("delay", [0.0, 0.7, 2.0])
+def test_a_rank_killed_while_the_others_start_takes_the_server_down(
+    start, model: Path, name: str, delay: float
+) -> None:
+    server = start("real", model=str(model), dtype="float32", threads=1, tp=2, allreduce=name)
+    pids = server.wait_for(r"rank 0 is process (\d+), rank 1 process (\d+)")
+    server.ranks = [int(pids[1]), int(pids[2])]
+    time.sleep(delay)
+    os.kill(server.ranks[1], signal.SIGKILL)
+    all_end(server, "rank 1 of 2 .* was ended by signal 9")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_hangs_is_named_within_the_timeout(begin, victim: int) -> None:
     server = begin()

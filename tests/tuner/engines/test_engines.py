@@ -67,6 +67,15 @@ class TestBundled:
             "--speculation": "none",
         }
 
+    def test_ranks_and_device_are_told_in_the_engines_words_and_expected_back(self) -> None:
+        record = bundled({"speculation": "none", "tp": 2, "allreduce": "gloo"}, device="gpu", cuda_graphs=True)
+        told = {"--tp": "2", "--allreduce": "gloo", "--device": "cuda", "--cuda-graphs": "required"}
+        assert told.items() <= flags(record).items()
+        expected = {"tp": 2, "allreduce": "gloo", "device": "cuda", "cuda_graphs": "required"}
+        assert expected.items() <= record.expected.items()
+        effective = {**record.expected, "allreduce": "shm"}
+        assert [m.setting for m in BUNDLED.mismatches(record, {"effective": effective})] == ["allreduce"]
+
     def test_what_the_engine_would_derive_is_told_explicitly_and_expected_back(self) -> None:
         record = bundled({"speculation": "ngram", "num_steps": 3, "disable_batch_threshold": 8})
         assert flags(record)["--num-draft-tokens"] == "4"
