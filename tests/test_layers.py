@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
             "bench",
             "judge",
         },
-        "export": {"records", "errors", "files", "secrets", "judge", "study"},
+        "export": {"records", "errors", "files", "secrets", "ask", "space", "engines", "launch", "judge", "study"},
         "report": {"records", "errors", "judge", "study"},
         "cli": {
             "records",

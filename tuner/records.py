@@ -66,7 +66,8 @@ class LaunchRecord:
     set where the command runs one: its `env` is then that of the runtime's client, and the server's variables stand in
     the command. `log_rules` are the user's own, before the engine's. `trial_env` is set while it is measured, and never
     exported: it opens what the tuner reads. `also_read` is what is read back beside `info_path`: key → a path (begins
-    with "/"), or a pattern of log lines. `files` (path → text) are written before the start.
+    with "/"), or a pattern of log lines. `files` (path → text) are written before the start. `cwd` is the folder to
+    start in, where the command names files of it; "": any.
     """
 
     engine: str
@@ -88,6 +89,7 @@ class LaunchRecord:
     trial_env: Mapping[str, str] = field(default_factory=dict)
     also_read: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = ""
 
     @property
     def base_url(self) -> str:
@@ -97,7 +99,7 @@ class LaunchRecord:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` reverses it. What is not used is left out, so that hashes of it last."""
         data = {**asdict(self), "argv": list(self.argv), "log_rules": [dict(rule) for rule in self.log_rules]}
-        unused = ("container", "log_rules", "flush_path", "trial_env", "also_read", "files")
+        unused = ("container", "log_rules", "flush_path", "trial_env", "also_read", "files", "cwd")
         return {name: value for name, value in data.items() if value or name not in unused}
 
     @classmethod

@@ -18,6 +18,9 @@ from tuner.records import Block, Role
 
 SHORT_NEEDS_TOKENS = 8
 
+WINDOW_START = "window_start_ns"
+"""Among a block's counters: where its window began, by the clock of the per-request file beside it."""
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -95,6 +98,7 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
         )
     )
     counters = {
+        WINDOW_START: float(start),
         "client_cpu_s": seen.client_cpu_s,
         "process_cpu_s": seen.process_cpu_s,
         "client_processes": float(seen.client_processes),

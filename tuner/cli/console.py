@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,9 +18,47 @@ from tuner.errors import TunerError
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+class _OutputLost(TunerError):
+    """Standard output cannot be written."""
+
+    exit_code = 3
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(
+            f"standard output cannot be written: {error.strerror or error}. Nothing else is lost: direct it elsewhere "
+            "and run it again"
+        )
+
+
+def _flush() -> None:
+    """Raises `_OutputLost` where standard output cannot take what was said; a reader that left is none of it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _OutputLost(error) from error
+    except ValueError:
+        return  # closed, by whoever runs this
+
+
+def _output_lost() -> _OutputLost | None:
+    """Why nothing can be written to standard output; None where a line break can."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError as error:  # also where there is no such file
+        return None if isinstance(error, io.UnsupportedOperation) else _OutputLost(error)
+    return None
+
+
 def say(line: str = "") -> None:
     """A line of the answer, on standard output."""
-    typer.echo(line)
+    try:
+        typer.echo(line)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _OutputLost(error) from error
 
 
 def complain(line: str) -> None:
@@ -29,7 +68,7 @@ def complain(line: str) -> None:
 
 def say_json(value: Any) -> None:
     """One JSON document on standard output."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    say(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 class _Outlived(io.FileIO):
@@ -91,7 +130,15 @@ def friendly(function: Function) -> Function:
         from tuner.study.interrupt import Interrupted
 
         try:
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _flush()
+        except _OutputLost as error:
+            complain(str(error))
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.close()  # what is still in it would be tried once more at the interpreter's end
+            raise typer.Exit(error.exit_code) from None
         except TunerError as error:
             complain(str(error))
             raise typer.Exit(error.exit_code) from None
@@ -106,7 +153,8 @@ def friendly(function: Function) -> Function:
         except Exception as error:
             from tuner.study.database import storage_problem
 
-            problem = storage_problem(error)
+            nameless = isinstance(error, OSError) and error.filename is None
+            problem = (_output_lost() if nameless else None) or storage_problem(error)
             if problem is None:
                 raise  # a defect of ours: its traceback is wanted
             complain(str(problem))

@@ -4,23 +4,54 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from tuner.errors import TunerError, UsageError
-from tuner.export.json_file import render_json
+from tuner.export.head import MARK, PLAIN, Options
+from tuner.export.json_file import FILE as RECORD
+from tuner.export.json_file import FORMAT, files_of, render_json
 from tuner.export.provenance import Provenance, record_hash
-from tuner.export.shell import render_shell
+from tuner.export.reference import Reference
 from tuner.files import write_whole
 from tuner.records import LaunchRecord
 
-FORMATS: dict[str, Callable[[LaunchRecord, Provenance], dict[str, str]]] = {
-    "shell": render_shell,
-    "json": render_json,
-}
-"""Format → what renders a record to files (name → text)."""
+Render = Callable[[LaunchRecord, Provenance, Options], dict[str, str]]
 
-_MARKS = ("Written by `tuner export`", '"format": "spec-tuner launch record"')
+
+class _Formats(Mapping[str, Render]):
+    """Format → what renders a record to files (name → text); imported when it is asked for."""
+
+    _FOUND: ClassVar[Mapping[str, str]] = {
+        "shell": "shell:render_shell",
+        "systemd": "systemd:render_systemd",
+        "compose": "compose:render_compose",
+        "kubernetes": "kubernetes:render_kubernetes",
+        "helm": "helm:render_helm",
+        "env": "env_file:render_env",
+        "json": "json_file:render_json",
+        "engine": "engine_config:render_engine",
+        "vllm": "engine_config:render_vllm",
+        "sglang": "engine_config:render_sglang",
+    }
+
+    def __getitem__(self, name: str) -> Render:
+        module, _, function = self._FOUND[name].partition(":")
+        render: Render = getattr(importlib.import_module(f"tuner.export.{module}"), function)
+        return render
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._FOUND)
+
+    def __len__(self) -> int:
+        return len(self._FOUND)
+
+
+FORMATS = _Formats()
+
+_MARKS = (MARK, f'"format": "{FORMAT}"')
 
 
 def export_artefact(
@@ -30,10 +61,13 @@ def export_artefact(
     output_dir: Path | str,
     *,
     allow_simulated: bool = False,
+    options: Options = PLAIN,
+    reference: Reference | None = None,
 ) -> list[Path]:
     """Renders a record and writes its files into `output_dir`, which is made when missing; returns their paths.
 
-    Each file appears complete or not at all, and an earlier export in the same place is replaced.
+    `launch.json` is always among them, the last one: `tuner verify` holds a server against it. Each file appears
+    complete or not at all, and an earlier export in the same place is replaced.
 
     Raises:
         UsageError: unknown format, a simulated record without `allow_simulated`, a record that cannot be expressed,
@@ -54,24 +88,28 @@ def export_artefact(
             f"the launch record (hash {record_hash(record)}) is not the one that was measured "
             f"({provenance.record_hash}). Nothing was written."
         )
-    texts = FORMATS[fmt](record, provenance)
     folder = Path(output_dir)
+    texts = {} if fmt == "json" else FORMATS[fmt](record, provenance, options)
+    texts |= render_json(record, provenance, options, files=[*texts, RECORD], reference=reference)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in texts:
-            _refuse_foreign(folder / name)
+        earlier = files_of(folder)
+        for name, text in texts.items():
+            if name not in earlier:
+                _refuse_foreign(folder / name, text)
         write_whole({folder / name: text for name, text in texts.items()})
-    except FileExistsError as error:
+    except (FileExistsError, NotADirectoryError) as error:
         raise UsageError(f"{folder} is a file; give a folder. Nothing was written.") from error
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror or error}. Nothing was written.") from error
     return [folder / name for name in texts]
 
 
-def _refuse_foreign(path: Path) -> None:
+def _refuse_foreign(path: Path, text: str) -> None:
     if not path.exists() and not path.is_symlink():
         return
     with contextlib.suppress(UnicodeDecodeError, IsADirectoryError):
-        if any(mark in path.read_text(encoding="utf-8") for mark in _MARKS):
+        there = path.read_text(encoding="utf-8")
+        if there == text or any(mark in there for mark in _MARKS):
             return
     raise UsageError(f"{path} exists and was not written by `tuner export`; it is left as it is. Nothing was written.")

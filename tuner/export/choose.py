@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import fmean
 
 from tuner.errors import TunerError, UsageError
 from tuner.export.provenance import Figure, Provenance, record_hash
+from tuner.export.reference import Level, Reference
+from tuner.judge.intervals import block_variance
 from tuner.judge.text import verdict_phrase
-from tuner.records import LaunchRecord, Recommendation
+from tuner.records import Block, LaunchRecord, Recommendation
 from tuner.study.data import Slot, StoredLaunch, StudyData
 from tuner.study.decide import recommendation
+from tuner.study.quality import ANSWERS
 
 
 @dataclass(frozen=True)
 class Deployable:
-    """A launch record to deploy, where it comes from, and what to tell the user about it (`note`, or "")."""
+    """A launch record to deploy, where it comes from, what to tell the user about it (`note`, or ""), and what a server
+    of it is held against."""
 
     record: LaunchRecord
     provenance: Provenance
     note: str
+    reference: Reference
 
 
-def choose(data: StudyData, candidate_id: str | None = None) -> Deployable:
+def choose(data: StudyData, candidate_id: str | None = None, *, pair_sd: float | None = None) -> Deployable:
     """The overall winner's launch; without a winner the baseline's; or that of the candidate that is named.
 
     A candidate may have been launched many times. Its last launch that ended well counts, one of the confirmation
-    before one of the search.
+    before one of the search. `pair_sd` is that of a calibration of the machine, where there is one.
 
     Raises:
         UsageError: the study has no such candidate.
@@ -68,7 +74,31 @@ def choose(data: StudyData, candidate_id: str | None = None) -> Deployable:
         machine=dict(data.fingerprint.get("hardware", {})),
         figures=_figures(data, wanted),
     )
-    return Deployable(launch.record, provenance, note)
+    return Deployable(launch.record, provenance, note, _reference(data, wanted, pair_sd))
+
+
+def _reference(data: StudyData, candidate_id: str, pair_sd: float | None) -> Reference:
+    stored = data.quality.get((candidate_id, ANSWERS))
+    levels = [
+        Level(
+            level,
+            tuple(block.tokens_per_s for block in blocks),
+            tuple(math.sqrt(block_variance(block.series)) for block in blocks),
+            role,
+        )
+        for level in data.levels
+        for role, blocks in [_measured(data, candidate_id, level)]
+        if blocks
+    ]
+    return Reference(data.space.to_dict(), tuple(levels), stored, pair_sd, dict(data.fingerprint))
+
+
+def _measured(data: StudyData, candidate_id: str, level: int) -> tuple[str, list[Block]]:
+    """The confirmation's valid blocks, or the search's at a level without any."""
+    for role in ("confirm", "screen"):
+        if blocks := _blocks(data, candidate_id, level, role):
+            return role, blocks
+    return "", []
 
 
 def _named(data: StudyData, candidate_id: str) -> str:
@@ -109,16 +139,15 @@ def _figures(data: StudyData, candidate_id: str) -> tuple[Figure, ...]:
     """Means over the confirmation's valid blocks, or over the search's at a level without any."""
     found = []
     for level in data.levels:
-        for role in ("confirm", "screen"):
-            rates = _rates(data, candidate_id, level, role)
-            if rates:
-                base = _rates(data, data.baseline.id, level, role)
-                found.append(Figure(level, fmean(rates), fmean(base) if base else None, len(rates), role))
-                break
+        role, blocks = _measured(data, candidate_id, level)
+        if blocks:
+            rates = [block.tokens_per_s for block in blocks]
+            base = [block.tokens_per_s for block in _blocks(data, data.baseline.id, level, role)]
+            found.append(Figure(level, fmean(rates), fmean(base) if base else None, len(rates), role))
     return tuple(found)
 
 
-def _rates(data: StudyData, candidate_id: str, level: int, role: str) -> list[float]:
+def _blocks(data: StudyData, candidate_id: str, level: int, role: str) -> list[Block]:
     slots = [slot for slot in data.by_slot if slot.candidate_id == candidate_id and slot.role == role]
     blocks = [data.block(Slot(slot.candidate_id, slot.role, slot.repetition), level) for slot in slots]
-    return [stored.block.tokens_per_s for stored in blocks if stored is not None]
+    return [stored.block for stored in blocks if stored is not None]

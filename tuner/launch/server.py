@@ -275,6 +275,7 @@ class Server:
                 stdout=log.write_end,
                 stderr=subprocess.STDOUT,
                 env=environment(record, text),
+                cwd=record.cwd or None,
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:

@@ -46,12 +46,22 @@ def calibration_key(space: Space, now: Mapping[str, Any]) -> str:
 
 def known_pairs(space: Space, now: Mapping[str, Any], folder: Path = FOLDER) -> int | None:
     """The pairs that a calibration of this space asks for; None when there is none, or it cannot be read."""
+    pairs = _known(space, now, "pairs", folder)
+    return pairs if isinstance(pairs, int) and not isinstance(pairs, bool) and pairs >= 1 else None
+
+
+def known_pair_sd(space: Space, now: Mapping[str, Any], folder: Path = FOLDER) -> float | None:
+    """The SD of a pair's log ratio by a calibration of this space; None when there is none, or it cannot be read."""
+    sd = _known(space, now, "pair_sd", folder)
+    return float(sd) if isinstance(sd, (int, float)) and not isinstance(sd, bool) and sd > 0 else None
+
+
+def _known(space: Space, now: Mapping[str, Any], name: str, folder: Path) -> Any:
     try:
         stored = json.loads((folder / f"{calibration_key(space, now)}.json").read_text(encoding="utf-8"))
-        pairs = stored["calibration"]["pairs"]
+        return stored["calibration"][name]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # a study does without, as it does when nobody has calibrated
-    return pairs if isinstance(pairs, int) and not isinstance(pairs, bool) and pairs >= 1 else None
 
 
 def measure_noise(

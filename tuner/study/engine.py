@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -115,10 +117,24 @@ def launch_record(
     )
     record = replace(record, settings=dict(candidate.settings))
     if space.container is None:
-        return record
+        return settled(record) if record.engine == "command" else record
     named = image or space.container.image
     record = replace(record, engine_version=in_image(record.engine_version, named))
     return contained(record, space.container, named, (space.api_key_env,) if space.api_key_env else ())
+
+
+def settled(record: LaunchRecord) -> LaunchRecord:
+    """The record of a user's own command, so that it starts the same from any folder and with any PATH.
+
+    The program gets its whole path. Where another argument names a file of this folder, the folder is kept too: the
+    argument itself stays as the user wrote it.
+    """
+    path = record.env["PATH"] if "PATH" in record.env else os.environ.get("PATH")
+    program = shutil.which(record.argv[0], path=path or os.defpath)
+    argv = (os.path.abspath(program), *record.argv[1:]) if program else record.argv
+    named = [part for word in record.argv[1:] for part in (word, word.partition("=")[2])]
+    here = any(part and not os.path.isabs(part) and os.path.exists(part) for part in named)
+    return replace(record, argv=argv, cwd=os.getcwd() if here else "")
 
 
 def in_image(version: str, image: str | None) -> str:

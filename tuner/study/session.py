@@ -330,6 +330,10 @@ def run_study(
 
 
 def _probe(space: Space) -> HttpProbe:
+    return HttpProbe(quality_prompts(space), space.quality.max_tokens, api_key(space))
+
+
+def quality_prompts(space: Space) -> list[str]:
     """The output-quality gate's prompts: the first held-out ones, as a dialogue that any model goes on with.
 
     A model's own chat template would be nearer to its use, but only the server knows it, and likelihoods are asked for
@@ -338,9 +342,7 @@ def _probe(space: Space) -> HttpProbe:
     from tuner.bench.prompts import load_prompts
 
     prompts = load_prompts(space.workload.prompts, split="held_out")[: space.quality.prompts]
-    return HttpProbe(
-        [f"User: {prompt.text}\n\nAssistant:" for prompt in prompts], space.quality.max_tokens, api_key(space)
-    )
+    return [f"User: {prompt.text}\n\nAssistant:" for prompt in prompts]
 
 
 def _warn(store: StudyStore, observer: Observer, kind: str, sentence: str | None) -> None:

@@ -88,8 +88,8 @@ class SimulatedWorld:
         self.block_s = BLOCK_S
 
     def free_port(self) -> int:
-        """No port is listened on."""
-        return 0
+        """No port is listened on; an export shows this one."""
+        return 8000
 
     def start(self, record: LaunchRecord, *, marker: Mapping[str, str], log_path: Path) -> RunningServer:
         """Raises `LaunchFailed` where the machine would not come up."""

@@ -65,3 +65,39 @@ def test_a_full_disk_under_the_output_does_not_end_the_study(tmp_path, monkeypat
     assert run.wait(60) == 0, complaint
     assert is_done(tmp_path, monkeypatch)
     assert "No space left" in complaint
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["list"],
+        ["report", "sim"],
+        ["recommend", "sim", "--json"],
+        ["export", "sim", "--format", "json", "--output", "out", "--allow-simulated"],
+        ["check", "sim.yaml"],
+    ],
+)
+def test_a_command_whose_answer_finds_no_room_says_so(arguments, finished):
+    with open("/dev/full", "wb") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "tuner", *arguments],
+            cwd=finished,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert "standard output cannot be written: No space left on device" in run.stderr
+    assert "a file of the study" not in run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.returncode == 3
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with a finished study."""
+    folder = tmp_path_factory.mktemp("finished")
+    with open(os.devnull, "wb") as nowhere:
+        run = start(folder, nowhere)
+        assert run.wait(60) == 0, run.stderr.read()
+    return folder
