@@ -18,6 +18,9 @@ from tuner.export.reference import Reference
 from tuner.files import write_whole
 from tuner.records import LaunchRecord
 
+_NEEDED = ("engine", "model", "host", "port", "served_model")
+"""Parts of a launch record without which nothing can be started or reached; its command is looked at by each format."""
+
 Render = Callable[[LaunchRecord, Provenance, Options], dict[str, str]]
 
 
@@ -87,6 +90,11 @@ def export_artefact(
         raise TunerError(
             f"the launch record (hash {record_hash(record)}) is not the one that was measured "
             f"({provenance.record_hash}). Nothing was written."
+        )
+    if missing := [name for name in _NEEDED if not getattr(record, name)]:
+        raise UsageError(
+            f"the launch record is not complete: it has no {', '.join(missing)}, and what cannot be started cannot be "
+            "deployed. Nothing was written."
         )
     folder = Path(output_dir)
     texts = {} if fmt == "json" else FORMATS[fmt](record, provenance, options)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 from tuner.engines.base import get_engine, version_of
@@ -273,7 +273,7 @@ def _started(
 ) -> tuple[LaunchRecord, Started]:
     if url is not None:
         remote = _At.of(exported.record, url)
-        return remote, nullcontext(_Remote(remote, api_key(space)))
+        return remote, nullcontext(cast(RunningServer, _Remote(remote, api_key(space))))
     missing = [name for name in exported.secrets if not os.environ.get(name)]
     if missing:
         raise UsageError(f"{', '.join(missing)}: is a secret that the export left out; set it. Nothing was started.")
@@ -377,6 +377,8 @@ class _At(LaunchRecord):
             raise UsageError("a URL that holds a password is not taken: it would be kept. Use engine.api_key_env.")
         base = url.rstrip("/").removesuffix("/v1")
         fields = {name: getattr(record, name) for name in record.__dataclass_fields__}
+        # Emptying its cache, where it can be asked for at all, is not for a server that others use.
+        fields["flush_path"] = None
         return cls(**fields, url=base)
 
     @property
@@ -389,6 +391,8 @@ class _Remote:
     """A `RunningServer` that is somebody else's: it is asked, and left as it is."""
 
     pid = 0
+    cpu_s = None
+    """Its load cannot be told from a stranger's."""
 
     def __init__(self, record: _At, key: str | None) -> None:
         self._record, self._key = record, key

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy import Engine
 from sqlalchemy.exc import IntegrityError
 
+from tuner.errors import UsageError
 from tuner.records import (
     Block,
     Candidate,
@@ -367,7 +368,7 @@ def _launch(row: Any) -> StoredLaunch:
         state=row.state,
         marker=row.marker,
         log_path=row.log_path,
-        record=LaunchRecord.from_dict(row.record) if row.record else None,
+        record=_record(row.id, row.record) if row.record else None,
         pid=row.pid,
         started_at=row.started_at,
         ready_at=row.ready_at,
@@ -392,6 +393,21 @@ def _reconfiguration(row: Any) -> Reconfiguration:
         failure=Failure(**row.failure) if row.failure else None,
         forgiven=row.forgiven,
     )
+
+
+def _record(launch: int, stored: Any) -> LaunchRecord:
+    """A launch record as it was kept.
+
+    Raises:
+        UsageError: parts of it are missing.
+    """
+    try:
+        return LaunchRecord.from_dict(stored)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f"the record of launch {launch} is not complete ({error}): another version of the tuner wrote it, or "
+            "somebody changed its database. It was left as it is"
+        ) from error
 
 
 def _block(row: Any, order: int) -> StoredBlock:

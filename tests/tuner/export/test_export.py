@@ -180,6 +180,8 @@ def test_a_file_of_another_kind_is_refused(content: str, tmp_path: Path) -> None
         ({"argv": ()}, "shell", "name of a program", UsageError),
         ({"argv": ("-rf",)}, "shell", "name of a program", UsageError),
         ({"env": {"a=b": "c"}}, "shell", "name of a variable", UsageError),
+        ({"host": ""}, "json", "not complete: it has no host", UsageError),
+        ({"engine": "", "port": 0}, "compose", "no engine, port", UsageError),
     ],
 )
 def test_what_cannot_be_exported_writes_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,15 @@ def test_a_study_in_which_nothing_was_launched_has_nothing_to_deploy(tmp_path: P
     result = export(tmp_path, "--format", "json")
     assert result.exit_code == 1
     assert "no launch that ended well" in result.output
+
+
+@pytest.mark.parametrize("part", ["argv", "host", "settings"])
+def test_a_study_whose_launch_record_lacks_a_part_exports_nothing(tmp_path: Path, part: str) -> None:
+    run_study(tmp_path, 1.4)
+    with sqlite3.connect(tmp_path / "study.db") as connection:
+        connection.execute(f"update tuner_launches set record = json_remove(record, '$.{part}')")
+    result = export(tmp_path, "--format", "shell")
+    assert result.exit_code == 2, result.output
+    assert "is not complete" in result.output
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "out").exists()
