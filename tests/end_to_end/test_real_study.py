@@ -108,6 +108,9 @@ def test_a_killed_study_goes_on_and_its_decision_can_be_deployed(tmp_path: Path)
     assert decision["overall"]["winner"] is None
     report = finish(tuner(tmp_path, "report", "small"))
     assert report.count("speculation=ngram") >= 1
+    derived = finish(tuner(tmp_path, "recompute", "small"))
+    assert "blocks from requests" in derived
+    assert " 0 blocks from requests" not in derived, "throughput and latencies follow from the requests themselves"
 
     finish(tuner(tmp_path, "export", "small", "--format", "shell", "--output", "out"))
     port = free_port()

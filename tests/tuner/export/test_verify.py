@@ -227,6 +227,7 @@ def paced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_the_exported_script_itself_is_started_and_a_slower_one_is_found(paced: Path) -> None:
     held = tuner("verify", str(paced))
@@ -259,6 +260,7 @@ def running(paced: Path) -> Iterator[int]:
         server.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_a_running_server_is_taken_and_a_taken_port_is_the_environments(paced: Path, running: int) -> None:
     taken = tuner("verify", str(paced))
