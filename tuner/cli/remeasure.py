@@ -25,7 +25,7 @@ def command(
 
     from tuner.engines.base import get_engine
     from tuner.errors import UsageError
-    from tuner.export.choose import choose
+    from tuner.export.choose import reference_of
     from tuner.files import write_whole
     from tuner.judge.holds import level_holds
     from tuner.records import Candidate
@@ -43,7 +43,7 @@ def command(
         raise UsageError(f"--launches {launches}: must be at least 1")
     with closing(open_study(check_name(study), storage)) as store:
         data = store.data()
-    reference = choose(data, candidate, pair_sd=known_pair_sd(data.space, data.fingerprint)).reference
+    reference = reference_of(data, candidate, known_pair_sd(data.space, data.fingerprint))
     refuse_changes(data, data.space, current_fingerprint(data.space))
     wanted = data.baseline if candidate == "baseline" else Candidate(data.settings_of(candidate))
     engine, image = get_engine(data.space.kind), container_image(data.space)

@@ -60,7 +60,8 @@ def choose(data: StudyData, candidate_id: str | None = None, *, pair_sd: float |
     if launch is None or launch.record is None:
         raise TunerError(
             f"candidate {wanted} has no launch that ended well, so nothing that was measured could be deployed. "
-            f"Nothing was written; `tuner report {data.name}` says what failed."
+            f"Nothing was written; `tuner report {data.name}` says what failed, or that it was measured on another's "
+            "server."
         )
     provenance = Provenance(
         study=data.name,
@@ -75,6 +76,19 @@ def choose(data: StudyData, candidate_id: str | None = None, *, pair_sd: float |
         figures=_figures(data, wanted),
     )
     return Deployable(launch.record, provenance, note, _reference(data, wanted, pair_sd))
+
+
+def reference_of(data: StudyData, candidate: str, pair_sd: float | None) -> Reference:
+    """What a server of a candidate (its id, or 'baseline') is held against: its blocks, also those on another's server.
+
+    Raises:
+        UsageError: the study has no such candidate.
+        TunerError: it was never measured.
+    """
+    found = _reference(data, _named(data, candidate), pair_sd)
+    if not found.levels:
+        raise TunerError(f"candidate {candidate} was never measured; `tuner report {data.name}` says what failed.")
+    return found
 
 
 def _reference(data: StudyData, candidate_id: str, pair_sd: float | None) -> Reference:
