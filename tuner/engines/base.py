@@ -164,6 +164,14 @@ class Reconfigurable(Protocol):
         """What makes a server, launched with other hot settings but the same cold ones, what this record starts."""
 
 
+@dataclass(frozen=True)
+class Resolution:
+    """`refused`: the study cannot be run so. `notes`: some candidates will fail, or be something else."""
+
+    refused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
 @runtime_checkable
 class Installed(Protocol):
     """An engine that is installed apart from the tuner, so that it may be missing, or of another version."""
@@ -176,6 +184,9 @@ class Installed(Protocol):
 
     def notes(self, args: Mapping[str, Any]) -> list[str]:
         """What a person should know of how it is treated."""
+
+    def resolved(self, args: Mapping[str, Any], records: Sequence[LaunchRecord]) -> Resolution:
+        """What it would make of these launches, where it can be asked without a start; the baseline's comes first."""
 
 
 def version_of(engine: Engine, args: Mapping[str, Any], *, contained: bool = False) -> str:

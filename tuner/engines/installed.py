@@ -73,7 +73,7 @@ def _version(program: Program, path: str, _changed: int) -> str:
             raise EnvironmentBroken(f"{program.engine} tells no version: {path} --version says {answer[:200]!r}")
         return "+".join(part for part in (match[1], match[3]) if part)
     code = f"import importlib.metadata as m; print(m.version({program.package!r}))"
-    answer = _ask([*_interpreter(Path(path)), "-c", code], _VERSION_TIMEOUT_S).strip()
+    answer = _ask([*interpreter(Path(path)), "-c", code], _VERSION_TIMEOUT_S).strip()
     if not re.match(r"\d", answer.splitlines()[-1] if answer else ""):
         raise EnvironmentBroken(
             f"{program.engine} is not installed where {path} looks for it: the distribution {program.package} is "
@@ -82,7 +82,7 @@ def _version(program: Program, path: str, _changed: int) -> str:
     return answer.splitlines()[-1]
 
 
-def _interpreter(path: Path) -> list[str]:
+def interpreter(path: Path) -> list[str]:
     """What runs a program of Python: the interpreter of its first line, or itself."""
     with path.open("rb") as file:
         first = file.readline(512)

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tuner.engines import installed
-from tuner.engines.base import Mismatch, SettingSpec, compare, duplicates, env_problems, unknown_names, value_problems
+from tuner.engines.base import (
+    Mismatch,
+    Resolution,
+    SettingSpec,
+    compare,
+    duplicates,
+    env_problems,
+    unknown_names,
+    value_problems,
+)
 from tuner.engines.flags import extra_problems
 from tuner.engines.installed import Program
 from tuner.engines.neutral import SPECULATIVE
@@ -178,6 +187,10 @@ class ServedEngine(ABC):
         """What a person should know of how this engine is treated."""
         _, note = nearest(self.kind, args.get("version") or self._here(args))
         return [note] if note else []
+
+    def resolved(self, args: Mapping[str, Any], records: Sequence[LaunchRecord]) -> Resolution:
+        """See `Installed.resolved`; most engines cannot be asked."""
+        return Resolution()
 
     def check_model(self, model: str) -> str | None:
         """See `Engine.check_model`."""

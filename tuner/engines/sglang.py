@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tuner.engines.base import Mismatch
+from tuner.engines.base import Mismatch, Resolution
 from tuner.engines.flags import Flag
 from tuner.engines.installed import Program
 from tuner.engines.neutral import SPECULATIVE, subset
 from tuner.engines.served import ServedEngine, Told, command_of, local, owned
+from tuner.engines.sglang_resolution import resolution
 from tuner.engines.speculation import depths, draft_tokens
 from tuner.engines.versions import numbers
 from tuner.records import LaunchRecord
@@ -233,6 +234,10 @@ class SglangEngine(ServedEngine):
     def address(self, model: str, served: str, host: str, port: int) -> list[str]:
         """See `ServedEngine.address`."""
         return ["--model-path", model, "--served-model-name", served, "--host", host, "--port", str(port)]
+
+    def resolved(self, args: Mapping[str, Any], records: Sequence[LaunchRecord]) -> Resolution:
+        """See `Installed.resolved`: asked of the installed SGLang."""
+        return resolution(self.program(args), records, self.mismatches)
 
     def effective(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """From /server_info: the first internal state over the top level, which is from before the start."""

@@ -46,6 +46,10 @@ def preflight(space: Space) -> Preflight:
     elif not refused:
         try:
             refused += engine.refused(space.args, records)
+            if not refused:
+                resolution = engine.resolved(space.args, records)
+                refused += resolution.refused
+                notes += resolution.notes
         except EnvironmentBroken as error:
             missing.append(str(error))
     return Preflight(tuple(dict.fromkeys(refused)), tuple(missing), tuple(dict.fromkeys(notes)))

@@ -18,6 +18,7 @@ import pytest
 
 from tests.tuner.engines.test_served_engines import ARGS, SETTINGS
 from tuner.engines.base import get_engine
+from tuner.engines.sglang_resolution import SCRIPT
 from tuner.launch.server import write_files
 from tuner.records import LaunchRecord
 
@@ -53,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def resolve(argvs: list[list[str]], capability: str) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "sglang_resolve.py")],
+        [sys.executable, "-c", SCRIPT.read_text()],
         input=json.dumps(argvs),
         capture_output=True,
         text=True,

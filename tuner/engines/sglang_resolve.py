@@ -1,14 +1,15 @@
-"""What a real SGLang makes of command lines, without a GPU and without its kernels.
+"""What a real SGLang makes of command lines: run, with `-c`, by the interpreter that has SGLang.
 
-Reads a JSON list of argument lists, writes a JSON list: the resolved settings of each, or {"error": ...}. Run by an
-interpreter with torch, transformers and the sglang package (pip download --no-deps) on its path. CAPABILITY is the
-faked compute capability, as in 12.0.
+Reads a JSON list of argument lists, writes a JSON list: the resolved settings of each, or {"error": ...}. No server is
+started, no model loaded, and nothing put on a GPU. With CAPABILITY in the environment (as in 12.0) it answers for such
+GPUs, and needs none, nor SGLang's kernels; written for 0.5.23. This file imports nothing of ours.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.machinery
+import importlib.util
 import io
 import json
 import os
@@ -35,11 +36,12 @@ def stand_in(name: str, **members: Any) -> types.ModuleType:
     return module
 
 
-Mode = types.SimpleNamespace(BICUBIC=1, BILINEAR=1, NEAREST=1, LANCZOS=1)
-functional = stand_in("torchvision.transforms.functional", InterpolationMode=Mode)
-stand_in("torchvision.transforms.v2", functional=functional)
-transforms = stand_in("torchvision.transforms", InterpolationMode=Mode)
-stand_in("torchvision", transforms=transforms)
+if importlib.util.find_spec("torchvision") is None:
+    Mode = types.SimpleNamespace(BICUBIC=1, BILINEAR=1, NEAREST=1, LANCZOS=1)
+    functional = stand_in("torchvision.transforms.functional", InterpolationMode=Mode)
+    stand_in("torchvision.transforms.v2", functional=functional)
+    transforms = stand_in("torchvision.transforms", InterpolationMode=Mode)
+    stand_in("torchvision", transforms=transforms)
 
 import torch  # noqa: E402
 from sglang.srt import runtime_context  # noqa: E402
@@ -58,8 +60,8 @@ def fake_gpu(major: int, minor: int) -> None:
     wanted |= {"is_sm100": major == 10, "is_sm100_or_sm110": major == 10, "is_sm120": major == 12}
     wanted["is_blackwell"] = major >= 10
     runtime_context.override_platform(**{name: v for name, v in wanted.items() if name in known}).install()
-    torch.cuda.get_device_capability = lambda *_, **__: (major, minor)  # type: ignore[assignment]
-    torch.cuda.get_device_name = lambda *_, **__: "GPU"  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda *_, **__: (major, minor)
+    torch.cuda.get_device_name = lambda *_, **__: "GPU"
 
 
 def fake_memory() -> None:
@@ -75,7 +77,8 @@ def resolved(argv: list[str]) -> dict[str, Any]:
     try:
         with contextlib.redirect_stderr(said):
             args = prepare_server_args(argv)
-            fake_memory()
+            if "CAPABILITY" in os.environ:
+                fake_memory()
             args.resolve_once()
             args.check_server_args()
             return json.loads(json.dumps(args.resolved_dict(), default=str))
@@ -88,8 +91,9 @@ def resolved(argv: list[str]) -> dict[str, Any]:
 def main() -> None:
     """Answers on standard output."""
     real, sys.stdout = sys.stdout, sys.stderr
-    major, _, minor = os.environ["CAPABILITY"].partition(".")
-    fake_gpu(int(major), int(minor))
+    if "CAPABILITY" in os.environ:
+        major, _, minor = os.environ["CAPABILITY"].partition(".")
+        fake_gpu(int(major), int(minor))
     json.dump([resolved(argv) for argv in json.load(sys.stdin)], real)
 
 
