@@ -54,7 +54,7 @@ def command(
     )
     if chosen.note:
         complain(chosen.note)
-    for note in notes(chosen.record):
+    for note in notes(chosen.record, data.name, fmt, here):
         complain(note)
     for path in paths:
         say(str(path))

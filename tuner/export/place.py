@@ -12,6 +12,7 @@ from typing import Any
 
 from tuner.errors import UsageError
 from tuner.export.head import Options
+from tuner.export.workload import workload
 from tuner.records import LaunchRecord
 
 _OF_EVERY_SYSTEM = ("/dev", "/proc", "/sys", "/etc", "/usr", "/bin", "/lib", "/sbin", "/run")
@@ -34,8 +35,10 @@ def options_here(record: LaunchRecord, image: str | None = None) -> Options:
     )
 
 
-def notes(record: LaunchRecord) -> list[str]:
-    """What a person should know of a record that starts otherwise elsewhere."""
+def notes(record: LaunchRecord, study: str, fmt: str, options: Options) -> list[str]:
+    """What a person should know of an artefact that starts otherwise elsewhere: images, mounts, programs."""
+    if fmt in ("compose", "kubernetes", "helm"):
+        return workload(record, study, options).notes
     if record.container is None and record.argv and not os.path.isabs(record.argv[0]):
         where = "from the folder it is started in" if "/" in record.argv[0] else "in the PATH"
         return [f"The program '{record.argv[0]}' is looked up {where}: make sure that it is the one that was measured."]

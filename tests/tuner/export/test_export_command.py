@@ -84,6 +84,18 @@ def test_wrong_usage_writes_nothing(tmp_path: Path, arguments: list[str], code: 
     assert not (tmp_path / "out").exists()
 
 
+def test_what_a_container_format_takes_for_granted_is_said(tmp_path: Path) -> None:
+    run_study(tmp_path, 1.4)
+    result = export(tmp_path, "--format", "compose")
+    assert result.exit_code == 0, result.output
+    assert "build spec-tuner-fake:1" in result.output
+    named = export(tmp_path, "--format", "kubernetes", "--image", "registry.example/x:1")
+    assert "build" not in named.output
+    assert 'image: "registry.example/x:1"' in (tmp_path / "out" / "kubernetes.yaml").read_text()
+    wrong = export(tmp_path, "--format", "kubernetes", "--image", "two words")
+    assert wrong.exit_code == 2
+
+
 def test_a_study_in_which_nothing_was_launched_has_nothing_to_deploy(tmp_path: Path) -> None:
     study(tmp_path)
     result = export(tmp_path, "--format", "json")

@@ -201,6 +201,15 @@ def test_what_another_tool_starts_is_verified_by_its_url(fmt: str, tmp_path: Pat
     assert f"--record {tmp_path}" in result.output.replace("\n", "")
 
 
+def test_a_secret_that_an_export_left_out_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("API_KEY", raising=False)
+    record = launch("--port", "31234", "--api-key", "s3cr3t", engine_version="unknown")
+    export_artefact(record, provenance(record, machine={}), "shell", tmp_path, reference=_reference(record, [1.0]))
+    result = tuner("verify", str(tmp_path))
+    assert result.exit_code == 2, result.output
+    assert "API_KEY: is a secret that the export left out; set it" in result.output
+
+
 # -- a real process -----------------------------------------------------------------------------------------------
 
 
