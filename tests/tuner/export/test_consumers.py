@@ -55,45 +55,44 @@ few = settings(max_examples=12, deadline=None, suppress_health_check=list(Health
 many = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 text = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
-hard = st.sampled_from(
-    [
-        *(
-            "",
-            "'",
-            '"',
-            "$HOME",
-            "${X:-y}",
-            "$$",
-            "$(A)",
-            "`id`",
-            "a b",
-            " ",
-            "\\",
-            "\\n",
-            "{}",
-            "{{ .Values.x }}",
-            "%i",
-            "%%",
-        ),
-        *("on", "no", "~", "null", "1e3", "0x1f", "012", "1_000", "12:30:00", "2026-01-01", "-n", ";", "# x", "a: b"),
-        *(
-            "- a",
-            "&a",
-            "*a",
-            "!a",
-            "é",
-            "日本",
-            "😀",
-            '{"a": {"b": [1, "$x"]}}',
-            "\n",
-            "\t",
-            "\u2028",
-            "\x85",
-            "\ufeff",
-            "\x1b[0m",
-        ),
-    ]
-)
+HARD = [
+    *(
+        "",
+        "'",
+        '"',
+        "$HOME",
+        "${X:-y}",
+        "$$",
+        "$(A)",
+        "`id`",
+        "a b",
+        " ",
+        "\\",
+        "\\n",
+        "{}",
+        "{{ .Values.x }}",
+        "%i",
+        "%%",
+    ),
+    *("on", "no", "~", "null", "1e3", "0x1f", "012", "1_000", "12:30:00", "2026-01-01", "-n", ";", "# x", "a: b"),
+    *(
+        "- a",
+        "&a",
+        "*a",
+        "!a",
+        "é",
+        "日本",
+        "😀",
+        '{"a": {"b": [1, "$x"]}}',
+        "\n",
+        "\t",
+        "\u2028",
+        "\x85",
+        "\ufeff",
+        "\x1b[0m",
+    ),
+]
+hard = st.sampled_from(HARD)
 anything = text | hard
 name = st.from_regex(r"\A[A-Z][A-Z0-9_]{0,8}\Z").map(lambda n: f"V_{n}")
 env = st.dictionaries(name, anything | st.none(), max_size=4)
@@ -399,6 +398,38 @@ def test_systemd_itself_finds_nothing_wrong_with_the_unit(user: str | None, tmp_
     text = paths[0].read_text()
     for said in ("LimitMEMLOCK=infinity", "KillMode=mixed", "TimeoutStopSec=120", "UnsetEnvironment=GONE"):
         assert said in text
+
+
+@needs_parser
+@pytest.mark.skipif(os.getuid() == 0, reason="systemd's user manager does not run as root")
+def test_systemd_itself_loads_the_measured_command_and_environment(tmp_path: Path) -> None:
+    manager = shutil.which("systemd", path="/lib/systemd:/usr/lib/systemd")
+    if manager is None:
+        pytest.skip("no systemd")
+    told_env = {f"V_{i}": value for i, value in enumerate(HARD) if value.isprintable()}
+    record = launch(*HARD, env={**told_env, "GONE": None})
+    ((name, text),) = render_systemd(record, provenance(record)).items()
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        [manager, "--user", "--test", f"--unit={name}"],
+        capture_output=True,
+        env={
+            "XDG_RUNTIME_DIR": str(tmp_path),
+            "HOME": str(tmp_path),
+            "SYSTEMD_UNIT_PATH": f"{tmp_path}:",
+            "SYSTEMD_LOG_TARGET": "console",
+        },
+    )
+    told = (done.stdout + done.stderr).decode()
+    dump = told.partition(f"-> Unit {name}:")[2].partition("-> Unit ")[0]
+    said = [line.partition(": ")[2] for line in dump.split("\n") if line.strip().startswith("Command Line: ")]
+    main = next(line for line in said if line.startswith(sys.executable))
+    # Of what a shell would want escaped, its own account says more than a unit may.
+    plain_words = Parser().words(re.sub(r"\\([$`])", r"\1", main))
+    assert [word.replace("$$", "$") for word in plain_words] == list(record.argv)
+    for key, value in told_env.items():
+        assert f"Environment: {key}={value}\n" in dump
+    assert "UnsetEnvironment: GONE\n" in dump
 
 
 @needs_parser
