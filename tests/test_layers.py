@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         "launch": {"records", "errors", "foreign", "ask"},
         "bench": {"records", "errors", "foreign", "ask"},
         "judge": {"records", "errors"},
+        "search": {"records", "errors", "engines"},
         "study": {
             "records",
             "errors",
@@ -36,6 +37,7 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
             "launch",
             "bench",
             "judge",
+            "search",
         },
         "export": {"records", "errors", "files", "secrets", "ask", "space", "engines", "launch", "judge", "study"},
         "report": {"records", "errors", "judge", "study"},

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 Setting = str | int | float | bool
@@ -37,7 +38,7 @@ class Candidate:
 
     settings: Mapping[str, Setting]
 
-    @property
+    @cached_property
     def id(self) -> str:
         """`short_hash` of the settings."""
         return short_hash(dict(self.settings))

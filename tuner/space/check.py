@@ -324,6 +324,8 @@ class Checker:
             for problem in engine.problems(space.args, _engine_settings(space.baseline)):
                 self.report(_place(problem, space), problem)
         listed = space.listed()
+        if listed is None and space.sampler == "exhaustive":
+            self.report(("sampler",), "'exhaustive' needs parameters that can be listed; give ranges a step, or fewer")
         if listed is None or self.problems:
             return
         others = [each.candidate for i, each in listed.items() if i != space.baseline.id]

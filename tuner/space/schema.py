@@ -9,6 +9,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from tuner.records import Setting
 
 Profile = Literal["short", "full"]
+Sampler = Literal["model", "tpe", "gp", "nsga2", "random", "exhaustive"]
+"""What proposes candidates: the model of speculation, Optuna's samplers, or each in turn."""
 
 
 def _setting(value: Any) -> Any:
@@ -290,6 +292,7 @@ class SpaceFile(Section):
     objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
     budget: BudgetSection = Field(default_factory=BudgetSection)
     profile: Profile = "full"
+    sampler: Sampler = "model"
     notify: NotifySection | None = None
     simulation: SimulationSection | None = None
     quality: QualitySection = Field(default_factory=QualitySection)

@@ -19,6 +19,7 @@ from tuner.space.schema import (
     ParameterSection,
     Profile,
     QualitySection,
+    Sampler,
     SimulationSection,
     SpaceFile,
 )
@@ -155,6 +156,7 @@ class Space:
         self.file = file
         self.name: str = file.name
         self.profile: Profile = file.profile
+        self.sampler: Sampler = file.sampler
         self.kind: str = file.engine.kind
         self.model: str = file.engine.model
         self.args: dict[str, Any] = dict(file.engine.args)
@@ -237,7 +239,7 @@ class Space:
 
     @property
     def meaning(self) -> dict[str, Any]:
-        """All that a measurement depends on, as it is in effect: all but the name, the budget, the hook and the gate.
+        """All that a measurement depends on, as it is in effect: all but name, budget, sampler, hook and quality gate.
 
         Nor does it depend on how long the tuner waits for a server, or where it finds a key.
         """
@@ -245,6 +247,7 @@ class Space:
         del (
             file["name"],
             file["budget"],
+            file["sampler"],
             file["notify"],
             file["quality"],
             file["engine"]["launch"],

@@ -30,6 +30,7 @@ from tuner.study.engine import (
     speculates,
     unsettled,
 )
+from tuner.study.evidence import evidence_of, goal_of
 from tuner.study.hot import cold_values, group, reachable
 from tuner.study.journal import Entry, Journal
 from tuner.study.planner import (
@@ -52,7 +53,7 @@ from tuner.study.probe import NoAnswer, Probe, check
 from tuner.study.progress import Event, Observer, Silent
 from tuner.study.quality import ANSWERS, JUDGED, VETO, wanted
 from tuner.study.quality import verdicts as quality_verdicts
-from tuner.study.sampler import PATIENCE, Proposal, draw_untried, propose
+from tuner.study.sampler import PATIENCE, Proposal, Proposer, draw_untried
 from tuner.study.score import FAILED, ILLEGAL, Score, score
 from tuner.study.store import AlreadyMeasured, StudyStore
 from tuner.study.world import RunningServer, StopReport, World
@@ -232,6 +233,12 @@ class Controller:
             return None
         return {i: each for i, each in listed.items() if not illegal(space, self.engine, each.candidate)}
 
+    @cached_property
+    def _proposer(self) -> Proposer:
+        data = self.store.data()
+        space = data.space
+        return Proposer(space, data.seed, self._universe, lambda one: illegal(space, self.engine, one) is None)
+
     def _exhausted(self, data: StudyData, within: int | None = None) -> bool:
         """Whether every candidate has been tried, or every one in the reach of a launch."""
         universe = self._reach(data, within)
@@ -286,7 +293,7 @@ class Controller:
         if step.within is not None:
             launched = data.candidates[data.launch[step.within].slot.candidate_id]
             fixed = cold_values(space, self._hot, launched)
-        proposal = propose(space, self.store.trials.history(), data.seed, fixed or {})
+        proposal = self._proposer.propose(self.store.trials.history(), evidence_of(data), goal_of(data))
         stray = step.only and step.within is not None and not self._in_reach(data, step.within, proposal.candidate)
         if stray or idle(data) >= (PATIENCE if step.within is None else STRAY):
             universe = self._reach(data, step.within)

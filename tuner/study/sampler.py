@@ -1,4 +1,4 @@
-"""What to try next: Optuna's TPE on the trials told so far, as a pure function of them and of the trial's number.
+"""What to try next: an Optuna sampler on what is known so far, as a pure function of it and of the trial's number.
 
 The proposal is made in an in-memory copy of the study and only then stored, in one transaction with all its
 parameters. So there is no half-made proposal for a kill to leave behind, no other process's zombie to repel the
@@ -10,20 +10,26 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
 
 from tuner.records import Candidate
+from tuner.search.evidence import Evidence
+from tuner.search.guide import Costs, Goal, Suggestion
 from tuner.space import Listed, Space
+from tuner.study.model_sampler import ModelSampler
 
 # Grouped TPE and constraints are what the search is built on; that Optuna still calls them experimental is known.
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 STARTUP_TRIALS = 8
+GENERATION = 12
+"""Candidates in a generation of NSGA-II."""
+
 PATIENCE = 4
 """Proposals in a row that were known or ruled out, after which an untried candidate is drawn instead, if they can be
 listed: a sampler that has found its peak keeps proposing it."""
@@ -36,6 +42,8 @@ class Proposal:
     candidate: Candidate
     params: Mapping[str, Any]
     distributions: Mapping[str, optuna.distributions.BaseDistribution]
+    system_attrs: Mapping[str, Any] = field(default_factory=dict)
+    """What the sampler itself notes of a trial (the generation of NSGA-II)."""
 
 
 class _Answers:
@@ -65,27 +73,89 @@ def seed_of(study_seed: int, number: int) -> int:
     return int.from_bytes(digest[:4], "big")
 
 
-def propose(
-    space: Space,
-    history: Sequence[optuna.trial.FrozenTrial],
-    seed: int,
-    fixed: Mapping[str, Any] | None = None,
-) -> Proposal:
-    """The proposal for trial `len(history)`, given all trials before it.
+def facts(sampler: str) -> dict[str, Any]:
+    """What a study keeps of its sampler. Another one would go on with its trials, but would not have made them."""
+    return {"name": sampler, "version": 1, "seed": "study seed / trial number"}
 
-    Parameters in `fixed` have that value wherever they are active: the search stays with a launch that is up.
+
+class Proposer:
+    """Makes the proposals of a study. It keeps only what follows from the space; all else is an argument.
+
+    Args:
+        space: the study's.
+        seed: the study's.
+        universe: the candidates that may be launched, by id; None where they cannot be listed.
+        legal: whether a candidate may be launched.
     """
-    number = len(history)
-    sampler: optuna.samplers.BaseSampler = optuna.samplers.TPESampler(
-        n_startup_trials=STARTUP_TRIALS, multivariate=True, group=True, seed=seed_of(seed, number)
-    )
-    if fixed:
-        sampler = optuna.samplers.PartialFixedSampler(dict(fixed), sampler)
-    study = optuna.create_study(direction="maximize", sampler=sampler)
-    study.add_trials(history)
-    trial = study.ask()
-    candidate = space.suggest(trial)
-    return Proposal(candidate, trial.params, trial.distributions)
+
+    def __init__(
+        self,
+        space: Space,
+        seed: int,
+        universe: Mapping[str, Listed] | None,
+        legal: Callable[[Candidate], bool] | None = None,
+    ) -> None:
+        self.space = space
+        self.seed = seed
+        self.universe = universe
+        self._model: ModelSampler | None = None
+        if space.sampler == "model":
+            self._model = ModelSampler(space, seed=seed, universe=universe, legal=legal)
+
+    @property
+    def why(self) -> Suggestion | None:
+        """What the model expects of the latest proposal; None with any other sampler."""
+        return self._model.last if self._model is not None else None
+
+    def propose(
+        self,
+        history: Sequence[optuna.trial.FrozenTrial],
+        evidence: Evidence | None = None,
+        goal: Goal | None = None,
+        costs: Costs | None = None,
+    ) -> Proposal:
+        """The proposal for trial `len(history)`, given all trials before it.
+
+        Args:
+            history: the trials.
+            evidence: the blocks behind them; None: only their values are known.
+            goal: what is wanted; None: what the space says of its levels.
+            costs: what trying a candidate costs now, and which server runs.
+        """
+        number = len(history)
+        if self.space.sampler == "exhaustive" and self.universe is not None:
+            tried = {trial.user_attrs.get("candidate") for trial in history}
+            left = next((listed for i, listed in self.universe.items() if i not in tried), None)
+            if left is not None:
+                return proposal_of(self.space, left)
+        study = optuna.create_study(direction="maximize", sampler=self._sampler(number, evidence, goal, costs))
+        study.add_trials(history)
+        trial = study.ask()
+        candidate = self.space.suggest(trial)
+        attrs = study.get_trials(deepcopy=False)[-1].system_attrs
+        return Proposal(candidate, trial.params, trial.distributions, dict(attrs))
+
+    def _sampler(
+        self, number: int, evidence: Evidence | None, goal: Goal | None, costs: Costs | None
+    ) -> optuna.samplers.BaseSampler:
+        if self._model is not None:
+            self._model.evidence = (lambda: evidence) if evidence is not None else None
+            if goal is not None:
+                self._model.goal = lambda: goal
+            self._model.costs = (lambda: costs) if costs is not None else Costs
+            return self._model
+        seed = seed_of(self.seed, number)
+        match self.space.sampler:
+            case "gp":
+                return optuna.samplers.GPSampler(n_startup_trials=STARTUP_TRIALS, seed=seed)
+            case "nsga2":
+                return optuna.samplers.NSGAIISampler(population_size=GENERATION, seed=seed)
+            case "random" | "exhaustive":
+                return optuna.samplers.RandomSampler(seed=seed)
+            case _:
+                return optuna.samplers.TPESampler(
+                    n_startup_trials=STARTUP_TRIALS, multivariate=True, group=True, seed=seed
+                )
 
 
 def draw_untried(

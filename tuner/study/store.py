@@ -39,6 +39,7 @@ from tuner.study.data import (
 )
 from tuner.study.database import finite, open_database
 from tuner.study.names import local_studies, sqlite_file, storage_url, unknown_study
+from tuner.study.sampler import facts
 from tuner.study.trials import Trials
 
 
@@ -448,7 +449,7 @@ def create_study(
         "space_text": space_text,
         "fingerprint": dict(fingerprint),
         "fingerprint_hash": short_hash(fingerprint),
-        "sampler": Trials.SAMPLER,
+        "sampler": facts(space.sampler),
         "budget": budget.to_dict(),
     }
     with engine.begin() as connection:

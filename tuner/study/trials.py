@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import optuna
@@ -38,13 +37,6 @@ def _storage(url: str, arguments: dict[str, Any]) -> optuna.storages.RDBStorage:
 
 class Trials:
     """The ledger of trials. A trial begins in one transaction, with all its parameters, or is not there at all."""
-
-    SAMPLER: Mapping[str, Any] = {
-        "name": "TPE",
-        "multivariate": True,
-        "group": True,
-        "seed": "study seed / trial number",
-    }
 
     def __init__(self, url: str, name: str) -> None:
         file = sqlite_file(url) is not None
@@ -116,6 +108,7 @@ def _template(
         params=dict(proposal.params) if proposal else {},
         distributions=dict(proposal.distributions) if proposal else {},
         user_attrs={"candidate": candidate_id, "kind": kind, "why": why},
+        system_attrs=dict(proposal.system_attrs) if proposal else {},
         constraints=dict(score.constraints) if score else None,
     )
 

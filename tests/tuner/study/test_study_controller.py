@@ -84,7 +84,7 @@ def test_the_recommendation_is_the_best_candidate(tmp_path):
 
 
 def test_no_candidate_is_launched_twice_in_the_search(tmp_path):
-    data, _machine, _ = run(tmp_path, the_space=space(SPACE, "budget.launches=40"), policy=QUICK)
+    data, _machine, _ = run(tmp_path, the_space=space(SPACE, "budget.launches=40", "sampler=tpe"), policy=QUICK)
     searched = [launch.slot.candidate_id for launch in data.launches if launch.slot.role == "screen"]
     assert len(searched) == len(set(searched))
     assert any(trial.kind == "duplicate" for trial in data.trials)
@@ -176,7 +176,9 @@ def test_blocks_before_a_failure_are_kept_and_never_become_a_score(tmp_path):
 
 def test_what_a_rule_or_the_engine_rules_out_is_never_launched(tmp_path):
     engine = ToyEngine(problems=lambda settings: ["two is odd"] if settings.get("num_steps") == 2 else [])
-    data, machine, _ = run(tmp_path, engine=engine, the_space=space(SPACE, "budget.launches=60"), policy=QUICK)
+    data, machine, _ = run(
+        tmp_path, engine=engine, the_space=space(SPACE, "budget.launches=60", "sampler=tpe"), policy=QUICK
+    )
     assert all(settings.get("num_steps") != 2 for settings in machine.starts)
     assert {"num_steps": 4, "disable_batch_threshold": 4, "speculation": "ngram"} not in machine.starts
     illegal = [trial for trial in data.trials if trial.kind == "illegal"]

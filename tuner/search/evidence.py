@@ -1,0 +1,40 @@
+"""What a search has seen, as the model takes it: figures of candidates, and which of them do not work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tuner.records import Candidate, Setting
+
+BLOCK_SD = 0.015
+"""Of the log of a block's throughput, where nothing better is known: within a launch, and between launches."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One candidate at one level of concurrency.
+
+    `accept_length` is tokens per verify step, `ttft_p90_ms` the time to the first token; None where it is not told.
+    `sd` is the standard deviation of ln(tokens_per_s) that measuring adds.
+    """
+
+    candidate: Candidate
+    level: int
+    tokens_per_s: float
+    accept_length: float | None = None
+    ttft_p90_ms: float | None = None
+    sd: float = BLOCK_SD
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known of a space so far. `failed` are candidates whose launches ended without a result."""
+
+    measured: tuple[Measurement, ...] = ()
+    failed: tuple[Candidate, ...] = ()
+
+
+def complete(settings: Mapping[str, Setting], fixed: Mapping[str, Setting]) -> dict[str, Setting]:
+    """A candidate's settings with the fixed ones of its space beneath them."""
+    return {**fixed, **settings}

@@ -1,0 +1,208 @@
+"""The model of speculation as an Optuna sampler.
+
+    study = optuna.create_study(direction="maximize", sampler=ModelSampler(space, seed=1))
+    trial = study.ask()
+    candidate = space.suggest(trial)
+
+In a study of the tuner it is given the study's blocks. In a plain Optuna study it goes by the trials alone: a value is
+the log speed-up over the baseline, and a trial with a violated constraint did not work.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optuna
+
+from tuner.records import Candidate, Setting
+from tuner.search.evidence import Evidence, Measurement
+from tuner.search.guide import Costs, Goal, Guide, Suggestion
+from tuner.space import Listed, Space
+from tuner.space.space import visible
+
+POOL = 2_000
+"""Candidates drawn for one suggestion where a space cannot be listed."""
+
+NEIGHBOURS = 40
+"""Changed copies, of each of the best measured, that the pool also holds."""
+
+VALUE_SD = 0.02
+"""Of a trial's value in a plain Optuna study, where nothing is known of how it was measured."""
+
+
+class ModelSampler(optuna.samplers.BaseSampler):
+    """Proposes the candidate that promises most for its cost; a function of its arguments and the trials.
+
+    Args:
+        space: whose parameters are asked for, by `space.suggest(trial)`.
+        seed: of what is drawn where the space cannot be listed.
+        universe: the candidates that may be launched, by id; made from the space when left out.
+        legal: whether a candidate may be launched; of the space's rules alone when left out.
+        evidence: what is known, beside the trials; None: they are all there is.
+        goal: what is wanted; of the space when left out.
+        costs: what a launch costs, and which server runs.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int = 0,
+        universe: Mapping[str, Listed] | None = None,
+        legal: Callable[[Candidate], bool] | None = None,
+        evidence: Callable[[], Evidence] | None = None,
+        goal: Callable[[], Goal] | None = None,
+        costs: Callable[[], Costs] | None = None,
+    ) -> None:
+        self.space = space
+        self.seed = seed
+        self.legal = legal or (lambda candidate: space.forbidden(candidate) is None)
+        self.evidence = evidence
+        self.goal = goal or (lambda: _goal_of(space))
+        self.costs = costs or Costs
+        self.last: Suggestion | None = None
+        """Why the latest proposal was made; None where nothing untried was left."""
+        if universe is None and (listed := space.listed()) is not None:
+            universe = {i: each for i, each in listed.items() if self.legal(each.candidate)}
+        self._universe = universe
+        self._guide = _guide(space, universe) if universe is not None else None
+        self._answers: dict[int, Mapping[str, Setting]] = {}
+
+    def infer_relative_search_space(
+        self, study: optuna.Study, trial: optuna.trial.FrozenTrial
+    ) -> dict[str, optuna.distributions.BaseDistribution]:
+        """None: which parameters there are hangs on the values of others."""
+        return {}
+
+    def sample_relative(
+        self,
+        study: optuna.Study,
+        trial: optuna.trial.FrozenTrial,
+        search_space: dict[str, optuna.distributions.BaseDistribution],
+    ) -> dict[str, Any]:
+        """Chooses the candidate; its values are told as they are asked for."""
+        before = [one for one in study.get_trials(deepcopy=False) if one.number < trial.number]
+        tried = {one.user_attrs.get("candidate") or candidate_of(self.space, one).id for one in before}
+        evidence = self.evidence() if self.evidence is not None else evidence_of_trials(self.space, before)
+        goal = self.goal()
+        universe, guide = self._universe, self._guide
+        if universe is None or guide is None:
+            universe = self._drawn(evidence, trial.number)
+            guide = _guide(self.space, universe)
+        self.last = guide.suggest(evidence, tried, goal, self.costs())
+        if self.last is not None:
+            self._answers[trial.number] = universe[self.last.candidate.id].values
+        return {}
+
+    def sample_independent(
+        self,
+        study: optuna.Study,
+        trial: optuna.trial.FrozenTrial,
+        param_name: str,
+        param_distribution: optuna.distributions.BaseDistribution,
+    ) -> Any:
+        """The value of the chosen candidate; drawn by the seed where none was left to choose, or it has no such one."""
+        known = self._answers.get(trial.number, {})
+        if param_name in known:
+            return known[param_name]
+        drawing = optuna.samplers.RandomSampler(seed=_number(self.seed, trial.number, param_name))
+        return drawing.sample_independent(study, trial, param_name, param_distribution)
+
+    def _drawn(self, evidence: Evidence, number: int) -> dict[str, Listed]:
+        """Candidates of a space that cannot be listed: drawn anywhere, and near the best that were measured."""
+        draw = random.Random(_number(self.seed, number, "pool"))
+        pool: dict[str, Listed] = {}
+        ranked = sorted(evidence.measured, key=lambda one: -one.tokens_per_s / one.level)
+        best = list({one.candidate.id: one.candidate for one in ranked}.values())[:5]
+        nears: Sequence[Mapping[str, Setting]] = [c.settings for c in best for _ in range(NEIGHBOURS)]
+        for near in [*nears, *({} for _ in range(POOL))]:
+            answers = _Drawn(draw, near)
+            candidate = self.space.suggest(answers)
+            if candidate.id not in pool and self.legal(candidate):
+                pool[candidate.id] = Listed(candidate, answers.values)
+        return pool
+
+
+class _Drawn:
+    """Answers a space's questions at random; near given settings, two in three answers are theirs."""
+
+    def __init__(self, draw: random.Random, near: Mapping[str, Setting]) -> None:
+        self.draw = draw
+        self.near = near
+        self.values: dict[str, Setting] = {}
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        return self._kept(name, lambda: self.draw.choice(list(choices)))
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1) -> int:
+        return self._kept(name, lambda: self.draw.randrange(low, high + 1, step))
+
+    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None) -> float:
+        count = round((high - low) / step) if step else 0
+        return self._kept(
+            name, lambda: low + step * self.draw.randint(0, count) if step else self.draw.uniform(low, high)
+        )
+
+    def _kept(self, name: str, fresh: Callable[[], Any]) -> Any:
+        if name in self.near and self.draw.random() < 2 / 3:
+            self.values[name] = self.near[name]
+        else:
+            self.values[name] = fresh()
+        return self.values[name]
+
+
+class _Given:
+    """Answers a space's questions with a trial's parameters."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def suggest_categorical(self, name: str, choices: Any) -> Any:
+        return self.values[name]
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1) -> int:
+        return int(self.values[name])
+
+    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None) -> float:
+        return float(self.values[name])
+
+
+def candidate_of(space: Space, trial: optuna.trial.FrozenTrial) -> Candidate:
+    """The candidate that a trial's parameters make up; the baseline where it has none."""
+    try:
+        return space.suggest(_Given(trial.params)) if trial.params else space.baseline
+    except KeyError:  # of a space that had fewer parameters
+        return Candidate(dict(trial.params))
+
+
+def evidence_of_trials(space: Space, trials: Sequence[optuna.trial.FrozenTrial]) -> Evidence:
+    """What the values of a plain Optuna study say: the same speed-up at every level."""
+    levels = space.workload.concurrency
+    measured = [Measurement(space.baseline, level, float(level)) for level in levels]
+    failed = []
+    for trial in trials:
+        if trial.state != optuna.trial.TrialState.COMPLETE or trial.value is None:
+            continue
+        candidate = candidate_of(space, trial)
+        if any(value > 0 for value in trial.constraints.values()):
+            failed.append(candidate)
+            continue
+        speedup = math.exp(max(-5.0, min(5.0, trial.value)))
+        measured += [Measurement(candidate, level, level * speedup, sd=VALUE_SD) for level in levels]
+    return Evidence(tuple(measured), tuple(failed))
+
+
+def _guide(space: Space, universe: Mapping[str, Listed]) -> Guide:
+    candidates = tuple(listed.candidate for listed in universe.values())
+    return Guide(candidates, space.baseline, space.workload.concurrency, visible(space.args))
+
+
+def _goal_of(space: Space) -> Goal:
+    return Goal(space.workload.weights)
+
+
+def _number(seed: int, number: int, name: str) -> int:
+    return random.Random(f"{seed}/{number}/{name}").getrandbits(32)
