@@ -2,8 +2,8 @@
 
 What crashes is nearly always a conjunction of a few conditions (this backend with that mode, more rows than so many).
 All conjunctions of up to three are held at once; a candidate that worked rules out every one that it meets. What is
-left, and meets a failure, shares the blame for it: simple ones more than complicated ones, those that explain many failures
-more than those that explain one.
+left, and meets a failure, shares the blame for it: simple ones more than complicated ones, those that explain many
+failures more than those that explain one.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 With the unknowns of the physics linearised at their best values (Laplace), both are one Gaussian model: the covariance
 of two log rates is J S Jᵀ + K, of the unknowns' priors S and of the process K. So uncertainty of the physics and room
-for its errors are weighed against one another, and where the formula is wrong by a constant, or has no place for a setting,
-the process takes it up.
+for its errors are weighed against one another, and where the formula is wrong by a constant, or has no place for a
+setting, the process takes it up.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Surrogate:
         tables, other = self.catalogue.encoder.alike, self.catalogue.encoder.other
         total, own, product = np.zeros((len(a), len(b))), np.zeros((len(a), len(b))), np.ones((len(a), len(b)))
         for j, table in enumerate(tables):
-            alike = table[a[:, j][:, None], b[:, j][None, :]]
+            alike = table[a[:, j]][:, b[:, j]]
             total += alike
             product *= 0.4 + 0.6 * alike
             if j in other:

@@ -85,17 +85,21 @@ class ModelSampler(optuna.samplers.BaseSampler):
     ) -> dict[str, Any]:
         """Chooses the candidate; its values are told as they are asked for."""
         before = [one for one in study.get_trials(deepcopy=False) if one.number < trial.number]
+        if (chosen := self.choose(before)) is not None:
+            self._answers[trial.number] = chosen.values
+        return {}
+
+    def choose(self, before: Sequence[optuna.trial.FrozenTrial]) -> Listed | None:
+        """The candidate for the trial that comes after these; None where nothing untried is left."""
         tried = {one.user_attrs.get("candidate") or candidate_of(self.space, one).id for one in before}
         evidence = self.evidence() if self.evidence is not None else evidence_of_trials(self.space, before)
         goal = self.goal()
         universe, guide = self._universe, self._guide
         if universe is None or guide is None:
-            universe = self._drawn(evidence, trial.number)
+            universe = self._drawn(evidence, len(before))
             guide = _guide(self.space, universe)
         self.last = guide.suggest(evidence, tried, goal, self.costs())
-        if self.last is not None:
-            self._answers[trial.number] = universe[self.last.candidate.id].values
-        return {}
+        return universe[self.last.candidate.id] if self.last is not None else None
 
     def sample_independent(
         self,

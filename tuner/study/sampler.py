@@ -122,35 +122,38 @@ class Proposer:
             goal: what is wanted; None: what the space says of its levels.
             costs: what trying a candidate costs now, and which server runs.
         """
-        number = len(history)
-        if self.space.sampler == "exhaustive" and self.universe is not None:
+        left: Listed | None = None
+        if self._model is not None:
+            self._tell_model(self._model, evidence, goal, costs)
+            left = self._model.choose(history)
+        elif self.space.sampler == "exhaustive" and self.universe is not None:
             tried = {trial.user_attrs.get("candidate") for trial in history}
             left = next((listed for i, listed in self.universe.items() if i not in tried), None)
-            if left is not None:
-                return proposal_of(self.space, left)
-        study = optuna.create_study(direction="maximize", sampler=self._sampler(number, evidence, goal, costs))
+        if left is not None:
+            return proposal_of(self.space, left)
+        study = optuna.create_study(direction="maximize", sampler=self._sampler(len(history)))
         study.add_trials(history)
         trial = study.ask()
         candidate = self.space.suggest(trial)
         attrs = study.get_trials(deepcopy=False)[-1].system_attrs
         return Proposal(candidate, trial.params, trial.distributions, dict(attrs))
 
-    def _sampler(
-        self, number: int, evidence: Evidence | None, goal: Goal | None, costs: Costs | None
-    ) -> optuna.samplers.BaseSampler:
-        if self._model is not None:
-            self._model.evidence = (lambda: evidence) if evidence is not None else None
-            if goal is not None:
-                self._model.goal = lambda: goal
-            self._model.costs = (lambda: costs) if costs is not None else Costs
-            return self._model
+    def _tell_model(
+        self, model: ModelSampler, evidence: Evidence | None, goal: Goal | None, costs: Costs | None
+    ) -> None:
+        model.evidence = (lambda: evidence) if evidence is not None else None
+        if goal is not None:
+            model.goal = lambda: goal
+        model.costs = (lambda: costs) if costs is not None else Costs
+
+    def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
         seed = seed_of(self.seed, number)
         match self.space.sampler:
             case "gp":
                 return optuna.samplers.GPSampler(n_startup_trials=STARTUP_TRIALS, seed=seed)
             case "nsga2":
                 return optuna.samplers.NSGAIISampler(population_size=GENERATION, seed=seed)
-            case "random" | "exhaustive":
+            case "random" | "exhaustive" | "model":
                 return optuna.samplers.RandomSampler(seed=seed)
             case _:
                 return optuna.samplers.TPESampler(
