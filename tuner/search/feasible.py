@@ -31,6 +31,9 @@ ALONE = 0.02
 MOST_TRIPLES = 26
 """Conditions beyond which conjunctions of three are too many to hold."""
 
+MOST_LIMITS = 12
+"""Values of one number that are tried as limits."""
+
 MOST_PAIRS = 120
 """The same of two."""
 
@@ -52,11 +55,14 @@ class Feasibility:
             distinct = {(_is_number(value), value) for value in values}
             if len(distinct) < 2:
                 continue
+            numbers = sorted(value for number, value in distinct if number)
+            some = numbers[:: max(1, len(numbers) // MOST_LIMITS)]
             for number, value in sorted(distinct, key=str):
-                conditions[name, "is", value] = np.array([v == value and _is_number(v) == number for v in values])
-                if number:
-                    conditions[name, "least", value] = np.array([_is_number(v) and v >= value for v in values])
-                    conditions[name, "most", value] = np.array([_is_number(v) and v <= value for v in values])
+                if not number or len(some) == len(numbers):
+                    conditions[name, "is", value] = np.array([v == value and _is_number(v) == number for v in values])
+            for value in some:
+                conditions[name, "least", value] = np.array([_is_number(v) and v >= value for v in values])
+                conditions[name, "most", value] = np.array([_is_number(v) and v <= value for v in values])
         unique: dict[bytes, np.ndarray] = {}
         for truth in conditions.values():
             if truth.any() and not truth.all():

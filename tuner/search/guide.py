@@ -33,18 +33,27 @@ class Costs:
     """Seconds that trying a candidate takes: a launch, unless the running server can be changed to it, and its blocks.
 
     `hot` names the settings that can change on a running server; `running` holds the settings of the one that runs.
+    With `stay` only what that server can become is suggested.
     """
 
     launch_s: float = 300.0
     blocks_s: float = 135.0
     hot: frozenset[str] = frozenset()
     running: Mapping[str, Any] | None = None
+    stay: bool = False
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Settings that suggestions must have: with `stay`, those of the running server that cannot change."""
+        running = self.running or {}
+        return {name: value for name, value in running.items() if self.stay and name not in self.hot}
 
     def of(self, settings: Mapping[str, Any]) -> float:
         """Seconds for these settings."""
-        return self.blocks_s + (0.0 if self._is_hot(settings) else self.launch_s)
+        return self.blocks_s + (0.0 if self.reaches(settings) else self.launch_s)
 
-    def _is_hot(self, settings: Mapping[str, Any]) -> bool:
+    def reaches(self, settings: Mapping[str, Any]) -> bool:
+        """Whether the running server can be changed to these settings."""
         if self.running is None:
             return False
         names = (settings.keys() | self.running.keys()) - self.hot
@@ -81,28 +90,30 @@ class Suggestion:
 class Guide:
     """The candidates of a space, ready for suggestions. Made once; suggestions are functions of evidence alone.
 
-    `fixed` are the settings that all share. The baseline may be among the candidates or not.
+    `fixed` are the settings that all share. The baseline may be among the candidates or not. `known` are others of
+    which something is known: they teach, and are never suggested.
     """
 
     candidates: tuple[Candidate, ...]
     baseline: Candidate
     levels: tuple[int, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    known: tuple[Candidate, ...] = ()
+
+    @cached_property
+    def everyone(self) -> tuple[Candidate, ...]:
+        """The candidates, and behind them whoever else is known, each once."""
+        return tuple({one.id: one for one in (*self.candidates, *self.known, self.baseline)}.values())
 
     @cached_property
     def place(self) -> Mapping[str, int]:
-        """Where each candidate is in the catalogue; the baseline is the last where it is not listed."""
-        places = {candidate.id: i for i, candidate in enumerate(self.candidates)}
-        places.setdefault(self.baseline.id, len(self.candidates))
-        return places
+        """Where each is in the catalogue."""
+        return {candidate.id: i for i, candidate in enumerate(self.everyone)}
 
     @cached_property
     def catalogue(self) -> Catalogue:
-        """All candidates as numbers."""
-        every = list(self.candidates)
-        if self.place[self.baseline.id] == len(every):
-            every.append(self.baseline)
-        return Catalogue.of([complete(one.settings, self.fixed) for one in every], self.levels)
+        """All of them as numbers."""
+        return Catalogue.of([complete(one.settings, self.fixed) for one in self.everyone], self.levels)
 
     @cached_property
     def feasibility(self) -> Feasibility:
@@ -112,6 +123,8 @@ class Guide:
     def works(self, evidence: Evidence) -> np.ndarray:
         """The chance that each candidate works."""
         failed = {self.place[c.id] for c in evidence.failed if c.id in self.place}
+        if not failed:
+            return np.ones(len(self.catalogue.settings))
         worked = {self.place[m.candidate.id] for m in evidence.measured if m.candidate.id in self.place} - failed
         return self.feasibility.works(sorted(failed), sorted(worked))
 
@@ -127,7 +140,10 @@ class Guide:
         Before anything is measured the first that may work is as good as any.
         """
         costs = costs or Costs()
-        open_ = np.array([i for i, one in enumerate(self.candidates) if one.id not in tried], int)
+        free = [i for i, one in enumerate(self.candidates) if one.id not in tried]
+        if costs.stay:
+            free = [i for i in free if costs.reaches(self.candidates[i].settings)]
+        open_ = np.array(free, int)
         if not len(open_):
             return None
         works = self.works(evidence)

@@ -93,12 +93,13 @@ class ModelSampler(optuna.samplers.BaseSampler):
         """The candidate for the trial that comes after these; None where nothing untried is left."""
         tried = {one.user_attrs.get("candidate") or candidate_of(self.space, one).id for one in before}
         evidence = self.evidence() if self.evidence is not None else evidence_of_trials(self.space, before)
-        goal = self.goal()
+        costs = self.costs()
         universe, guide = self._universe, self._guide
         if universe is None or guide is None:
-            universe = self._drawn(evidence, len(before))
-            guide = _guide(self.space, universe)
-        self.last = guide.suggest(evidence, tried, goal, self.costs())
+            universe = self._drawn(evidence, len(before), costs.kept)
+            known = (*(one.candidate for one in evidence.measured), *evidence.failed)
+            guide = _guide(self.space, universe, known)
+        self.last = guide.suggest(evidence, tried, self.goal(), costs)
         return universe[self.last.candidate.id] if self.last is not None else None
 
     def sample_independent(
@@ -115,7 +116,7 @@ class ModelSampler(optuna.samplers.BaseSampler):
         drawing = optuna.samplers.RandomSampler(seed=_number(self.seed, trial.number, param_name))
         return drawing.sample_independent(study, trial, param_name, param_distribution)
 
-    def _drawn(self, evidence: Evidence, number: int) -> dict[str, Listed]:
+    def _drawn(self, evidence: Evidence, number: int, kept: Mapping[str, Setting]) -> dict[str, Listed]:
         """Candidates of a space that cannot be listed: drawn anywhere, and near the best that were measured."""
         draw = random.Random(_number(self.seed, number, "pool"))
         pool: dict[str, Listed] = {}
@@ -123,7 +124,7 @@ class ModelSampler(optuna.samplers.BaseSampler):
         best = list({one.candidate.id: one.candidate for one in ranked}.values())[:5]
         nears: Sequence[Mapping[str, Setting]] = [c.settings for c in best for _ in range(NEIGHBOURS)]
         for near in [*nears, *({} for _ in range(POOL))]:
-            answers = _Drawn(draw, near)
+            answers = _Drawn(draw, near, kept)
             candidate = self.space.suggest(answers)
             if candidate.id not in pool and self.legal(candidate):
                 pool[candidate.id] = Listed(candidate, answers.values)
@@ -131,11 +132,12 @@ class ModelSampler(optuna.samplers.BaseSampler):
 
 
 class _Drawn:
-    """Answers a space's questions at random; near given settings, two in three answers are theirs."""
+    """Answers a space's questions at random: with what is kept, and two times in three as settings nearby do."""
 
-    def __init__(self, draw: random.Random, near: Mapping[str, Setting]) -> None:
+    def __init__(self, draw: random.Random, near: Mapping[str, Setting], kept: Mapping[str, Setting]) -> None:
         self.draw = draw
         self.near = near
+        self.kept = kept
         self.values: dict[str, Setting] = {}
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
@@ -151,7 +153,9 @@ class _Drawn:
         )
 
     def _kept(self, name: str, fresh: Callable[[], Any]) -> Any:
-        if name in self.near and self.draw.random() < 2 / 3:
+        if name in self.kept:
+            self.values[name] = self.kept[name]
+        elif name in self.near and self.draw.random() < 2 / 3:
             self.values[name] = self.near[name]
         else:
             self.values[name] = fresh()
@@ -199,9 +203,9 @@ def evidence_of_trials(space: Space, trials: Sequence[optuna.trial.FrozenTrial])
     return Evidence(tuple(measured), tuple(failed))
 
 
-def _guide(space: Space, universe: Mapping[str, Listed]) -> Guide:
+def _guide(space: Space, universe: Mapping[str, Listed], known: tuple[Candidate, ...] = ()) -> Guide:
     candidates = tuple(listed.candidate for listed in universe.values())
-    return Guide(candidates, space.baseline, space.workload.concurrency, visible(space.args))
+    return Guide(candidates, space.baseline, space.workload.concurrency, visible(space.args), known)
 
 
 def _goal_of(space: Space) -> Goal:

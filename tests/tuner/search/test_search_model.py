@@ -4,6 +4,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,9 @@ def test_what_a_running_server_can_become_is_preferred_where_it_is_nearly_as_pro
     assert found is not None
     assert found.candidate.settings["allreduce"] == "nccl_tree"
     assert costs.of(found.candidate.settings) == 60.0
+    kept = replace(costs, stay=True)
+    reach = {c.id for c in CANDIDATES if c.settings["allreduce"] == "nccl_tree"}
+    assert chosen.suggest(evidence, reach, GOAL, kept) is None
 
 
 def test_a_guard_keeps_the_search_where_no_level_is_slow() -> None:
