@@ -144,7 +144,7 @@ def _choose_overall(
             best.verdicts[None],
             only.baseline_tokens_per_s if only else None,
             only.winner_tokens_per_s if only else None,
-            _why_overall(best, levels, worst_level),
+            _why_overall(best, levels, worst_level) + _without_guard(best, _best(better, None), levels),
         )
     blocked = _best(better, None)
     if blocked is not None:
@@ -178,6 +178,17 @@ def _why_overall(best: _Evidence, levels: Sequence[int], worst_level: float) -> 
     return (
         f"its whole interval lies above the baseline + 1 %, and at its worst level (concurrency {worst}) it is at "
         f"{percent(best.verdicts[worst].speedup)} (limit {percent(worst_level)})"
+    )
+
+
+def _without_guard(best: _Evidence, fastest: _Evidence | None, levels: Sequence[int]) -> str:
+    """What the decision would be if no level had a limit, where that is another one."""
+    if fastest is None or fastest is best:
+        return ""
+    level = min(levels, key=lambda at: fastest.verdicts[at].speedup or 0.0)
+    return (
+        f"; without that limit it would be {fastest.candidate.id} ({percent(fastest.verdicts[None].speedup)} overall, "
+        f"{percent(fastest.verdicts[level].speedup)} at concurrency {level})"
     )
 
 

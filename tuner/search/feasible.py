@@ -22,8 +22,11 @@ PRIOR = 0.05
 SIMPLER = 0.25
 """A condition more makes a conjunction so much less likely."""
 
-EXPLAINS = 2.0
-"""Of conjunctions of one length, the weight goes with this power of the number of failures explained."""
+EXPLAINS = 3.0
+"""Each failure that a conjunction explains makes it so much likelier than one that leaves it to another cause."""
+
+MOST_EXPLAINED = 12
+"""Failures beyond which one more makes no difference."""
 
 ALONE = 0.02
 """The weight of the hypothesis that nothing but the very candidate fails."""
@@ -100,7 +103,7 @@ class Feasibility:
         taught = self._meets[failed]
         alive &= taught.any(axis=0)
         taught, meets, lengths = taught[:, alive], self._meets[:, alive], self._lengths[alive]
-        weight = SIMPLER**lengths * taught.sum(axis=0) ** EXPLAINS
+        weight = SIMPLER**lengths * EXPLAINS ** np.minimum(taught.sum(axis=0), MOST_EXPLAINED)
         blamed = taught * weight
         total = blamed.sum(axis=1) + ALONE
         # Alike failures have alike blame: one of each is enough.

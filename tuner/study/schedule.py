@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tuner.engines.speculation import schedule as parse_schedule
@@ -14,6 +14,7 @@ from tuner.search.evidence import BLOCK_SD
 from tuner.search.shape import shape_at
 from tuner.space.space import SPECULATIVE
 from tuner.study.data import StudyData
+from tuner.study.engine import UNSET
 from tuner.study.score import score, weights
 
 WORTH = 0.002
@@ -65,7 +66,9 @@ def _family(settings: Mapping[str, Setting]) -> Family:
 
 def _plain(settings: Mapping[str, Setting]) -> Family:
     left = (*SPECULATIVE, "speculation")
-    return tuple(sorted((name, value) for name, value in settings.items() if name not in left))
+    kept = {name: value for name, value in settings.items() if name not in left}
+    # A variable that is unset is one that is not spoken of: the baseline seldom names them.
+    return tuple(sorted((name, value) for name, value in kept.items() if value != UNSET))
 
 
 def measured_crossings(data: StudyData) -> dict[Family, tuple[Crossing, ...]]:
@@ -81,7 +84,7 @@ def measured_crossings(data: StudyData) -> dict[Family, tuple[Crossing, ...]]:
     return found
 
 
-def scheduled(data: StudyData, legal: Callable[[Candidate], bool], known: Collection[str]) -> Candidate | None:
+def scheduled(data: StudyData, legal: Callable[[Candidate], bool]) -> Candidate | None:
     """The untried schedule that promises most beyond the best candidate so far; None where none does.
 
     Its blocks at the measured levels lie on both sides of each of its changes, and so do its pairs in the confirmation.
@@ -90,6 +93,10 @@ def scheduled(data: StudyData, legal: Callable[[Candidate], bool], known: Collec
     guard = data.space.objective.guard.min_speedup
     scores = [score(data, trial.candidate_id) for trial in data.measured if not trial.running]
     best = max((one.value for one in scores if all(v <= 0 for v in one.constraints.values())), default=0.0)
+    tried: dict[Family, set[tuple[int, ...]]] = defaultdict(set)
+    for trial in data.trials:
+        settings = data.settings_of(trial.candidate_id)
+        tried[_family(settings)].add(tuple(shape_at({**data.space.args, **settings}, at).depth for at in data.levels))
     promised: list[tuple[float, Candidate]] = []
     for family, curves in curves_of(data).items():
         text = schedule(curves)
@@ -100,7 +107,9 @@ def scheduled(data: StudyData, legal: Callable[[Candidate], bool], known: Collec
         value = math.fsum(weight[level] * ratio for level, ratio in ratios.items())
         if value < max(best, 0.0) + WORTH or (guard is not None and min(ratios.values()) < math.log(guard)):
             continue
-        promised += [(value, one) for one in _candidates(dict(family), text) if one.id not in known and legal(one)][:1]
+        if tuple(chosen[level] for level in data.levels) in tried[family]:
+            continue  # what noise moves a change by between two levels is no other schedule
+        promised += [(value, one) for one in _candidates(dict(family), text) if legal(one)][:1]
     return max(promised, key=lambda one: (one[0], one[1].id), default=(0.0, None))[1]
 
 

@@ -1,0 +1,685 @@
+"""How much a search costs until it has found the best: ours against what others do, replayed on whole tables.
+
+A table holds the true speed of every candidate of a space at three levels, and which of them crash. Strategies see
+measured speeds only (noise is drawn anew for every visit), are told of no rule and of no crash beforehand, and pay for
+launches. A server is kept while only hot settings change (`hot`), or every candidate is launched (`cold`).
+
+    python -m benchmarks.search --seeds 200 --output benchmarks/results/search.json
+
+Tables come from the simulator: `physics` is the machine as it is simulated, which the model of the search resembles,
+and `strange` is the same with effects laid over it that no formula of ours has a place for. A third comes from the bundled
+engine, measured on a whole grid; it takes hours, and goes on where it was left:
+
+    python -m benchmarks.search --measure benchmarks/results/search_grid.jsonl [--cells 3]
+    python -m benchmarks.search --table benchmarks/results/search_grid.jsonl --output ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import optuna
+
+from tuner.engines.simulated.machine import Work, accept_length, fault_at_start, fault_under_load, plan, predict
+from tuner.engines.simulated.profiles import profile_named
+from tuner.engines.speculation import capacity
+from tuner.records import Candidate
+from tuner.search.evidence import Evidence, Measurement
+from tuner.search.guide import Costs, Goal, Guide, pays
+from tuner.space import Space, parse_space
+from tuner.space.space import visible
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+BLOCK_S = 45.0
+LAUNCH_S = (10.0, 600.0)
+BLOCK_SD, LAUNCH_SD = 0.012, 0.006
+FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+
+SPACE = """
+name: search
+engine: {kind: simulated, model: any, args: {tp: 8}}
+workload: {concurrency: [1, 8, 30]}
+baseline: {speculation: none, allreduce: nccl_ring, page: 1}
+parameters:
+  speculation: {choices: [none, ngram, eagle3]}
+  num_steps: {low: 1, high: 6, when: speculation != 'none'}
+  topk: {choices: [1, 2, 4], when: speculation == 'eagle3'}
+  num_draft_tokens: {choices: [6, 12, 24], when: topk > 1}
+  spec_version: {choices: [v1, v2], when: speculation != 'none'}
+  disable_batch_threshold: {choices: [never, 8], when: speculation != 'none'}
+  allreduce: {choices: [nccl_ring, nccl_tree, custom]}
+  page: {choices: [1, 64]}
+"""
+HOT = frozenset(
+    {"speculation", "num_steps", "topk", "num_draft_tokens", "spec_version", "disable_batch_threshold"}
+    | {"steps_by_batch", "policy"}
+)
+
+
+@dataclass
+class Table:
+    """True log speed-ups over the baseline, by candidate: a list over the levels, or None for a crash."""
+
+    name: str
+    space: Space
+    rates: dict[str, list[float] | None]
+    accepts: dict[str, list[float | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        listed = self.space.listed()
+        assert listed is not None
+        self.listed = listed
+        self.candidates = {i: each.candidate for i, each in listed.items() if i in self.rates}
+        self.baseline = self.space.baseline
+        base = self.rates[self.baseline.id]
+        assert base is not None
+        weights = self.space.workload.weights
+        self.value = {
+            i: None
+            if rates is None
+            else math.fsum(w * math.log(r / b) for w, r, b in zip(weights, rates, base, strict=True))
+            for i, rates in self.rates.items()
+        }
+        self.best = max(v for v in self.value.values() if v is not None)
+
+    @property
+    def legal(self) -> int:
+        return sum(v is not None for v in self.value.values())
+
+    def cold(self, candidate: Candidate) -> tuple[Any, ...]:
+        return tuple((name, value) for name, value in sorted(candidate.settings.items()) if name not in HOT)
+
+
+def simulated(name: str, strange: bool) -> Table:
+    """A table of the simulator. `strange`: with effects that are neither in its physics nor in the search's."""
+    space = parse_space(SPACE, source="search.yaml")
+    profile = profile_named("pcie_blackwell_8gpu_70b")
+    draw = random.Random(7)
+    odd = {
+        key: draw.gauss(0, sd)
+        for key, sd in [
+            *(((("topk", k), ("level", at)), 0.08) for k in (1, 2, 4) for at in (1, 8, 30)),
+            *(((("depth", d), ("drafter", k)), 0.06) for d in range(1, 7) for k in ("ngram", "eagle3")),
+            *(((("page", p), ("version", v)), 0.06) for p in (1, 64) for v in ("v1", "v2", None)),
+            *(((("ring", a), ("depth", d)), 0.05) for a in ("nccl_ring", "nccl_tree", "custom") for d in range(7)),
+        ]
+    }
+    listed = space.listed()
+    assert listed is not None
+    rates: dict[str, list[float] | None] = {}
+    accepts: dict[str, list[float | None]] = {}
+    for i, each in {**{space.baseline.id: None}, **listed}.items():
+        candidate = each.candidate if each is not None else space.baseline
+        settings = {**space.args, **candidate.settings}
+        if _crashes(profile, settings, space.workload.concurrency):
+            rates[i] = None
+            continue
+        found: list[float] = []
+        told: list[float | None] = []
+        for level in space.workload.concurrency:
+            rate = predict(profile, settings, level, Work()).tokens_per_s
+            chosen = plan(profile, settings, level)
+            effect = -0.04 if settings["page"] == 64 and level == 1 else 0.02 if settings["page"] == 64 else 0.0
+            if strange:
+                depth = chosen.depth
+                effect += odd.get((("topk", settings.get("topk")), ("level", level)), 0.0)
+                effect += odd.get((("depth", depth), ("drafter", settings["speculation"])), 0.0)
+                effect += odd[("page", settings["page"]), ("version", settings.get("spec_version"))]
+                effect += odd[("ring", settings["allreduce"]), ("depth", depth)]
+                effect += random.Random(f"{i}/{level}").gauss(0, 0.015)
+            found.append(rate * math.exp(effect))
+            told.append(accept_length(chosen) if chosen.depth else None)
+        rates[i], accepts[i] = found, told
+    return Table(name, space, rates, accepts)
+
+
+def _crashes(profile: Any, settings: Mapping[str, Any], levels: Sequence[int]) -> bool:
+    """By the machine's own faults, and by two rules more: a tree that cannot be, and a region that nobody documents."""
+    if fault_at_start(profile, settings) or any(fault_under_load(profile, settings, at, Work()) for at in levels):
+        return True
+    rows = settings.get("num_draft_tokens")
+    if rows is not None and rows > capacity(settings["num_steps"], settings["topk"]):
+        return True
+    return settings["page"] == 64 and settings.get("num_steps", 0) >= 5
+
+
+# -- paying and measuring --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Visit:
+    """One candidate tried. `seconds` are its blocks; `launch` says whether it needed a launch if servers are kept."""
+
+    candidate: str
+    launch: bool
+    failed: bool
+    incumbent: float
+    """The true value of what would be chosen now."""
+
+
+class Bench:
+    """Measures on a table, with noise, and keeps account."""
+
+    def __init__(self, table: Table, seed: int) -> None:
+        self.table = table
+        self.draw = random.Random(seed)
+        self.visits: list[Visit] = []
+        self.seen: dict[str, list[list[float]]] = {}
+        self.failed: list[Candidate] = []
+        self.measured: list[Measurement] = []
+        self.up: tuple[Any, ...] | None = None
+        self._effect = 0.0
+        self.choose: Callable[[], str] = self.best_measured
+
+    def visit(self, candidate: Candidate) -> float | None:
+        """The measured value; None where it crashed."""
+        table, cold = self.table, self.table.cold(candidate)
+        launch = cold != self.up
+        if launch:
+            self._effect = self.draw.gauss(0, LAUNCH_SD)
+        rates = table.rates[candidate.id]
+        if rates is None:
+            self.failed.append(candidate)
+            self.up = None
+            self.visits.append(Visit(candidate.id, True, True, self._chosen()))
+            return None
+        self.up = cold
+        found = [rate * math.exp(self._effect + self.draw.gauss(0, BLOCK_SD)) for rate in rates]
+        self.seen.setdefault(candidate.id, []).append(found)
+        told = table.accepts.get(candidate.id) or [None] * len(found)
+        for level, rate, length in zip(table.space.workload.concurrency, found, told, strict=True):
+            self.measured.append(Measurement(candidate, level, rate, length))
+        self.visits.append(Visit(candidate.id, launch, False, self._chosen()))
+        return self.value(candidate.id)
+
+    def value(self, candidate: str) -> float:
+        base, mine = self._mean(self.table.baseline.id), self._mean(candidate)
+        return math.fsum(w * (m - b) for w, m, b in zip(self.table.space.workload.weights, mine, base, strict=True))
+
+    def _mean(self, candidate: str) -> list[float]:
+        return [statistics.fmean(map(math.log, at)) for at in zip(*self.seen[candidate], strict=True)]
+
+    def best_measured(self) -> str:
+        return max(self.seen, key=self.value, default=self.table.baseline.id)
+
+    def _chosen(self) -> float:
+        return self.table.value[self.choose()] or 0.0 if self.seen else 0.0
+
+
+Strategy = Callable[[Bench, int, int, Costs], None]
+"""Bench, seed, most visits, costs: visits candidates after the baseline until it ends."""
+
+
+def ours(bench: Bench, seed: int, most: int, costs: Costs) -> None:
+    """The tuner's own: the model, asked for what promises most a second."""
+    space = bench.table.space
+    goal = Goal(space.workload.weights)
+    guide = _guide(bench.table)
+    tried = {space.baseline.id}
+    idle = 0
+    while len(bench.visits) < most and idle < 3:
+        running = dict(bench.up) if bench.up is not None else None
+        now = Costs(costs.launch_s, costs.blocks_s, costs.hot, running)
+        found = guide.suggest(Evidence(tuple(bench.measured), tuple(bench.failed)), tried, goal, now)
+        if found is None:
+            return
+        idle = 0 if pays(found) else idle + 1
+        tried.add(found.candidate.id)
+        bench.visit(found.candidate)
+
+
+_guides: dict[str, Guide] = {}
+
+
+def _guide(table: Table) -> Guide:
+    if table.name not in _guides:
+        space = table.space
+        candidates = tuple(table.candidates.values())
+        _guides[table.name] = Guide(candidates, space.baseline, space.workload.concurrency, visible(space.args))
+    return _guides[table.name]
+
+
+def with_optuna(sampler: Callable[[int], optuna.samplers.BaseSampler], *, constrained: bool) -> Strategy:
+    """An Optuna study as others run it. Not constrained: a crash is a trial that failed."""
+
+    def strategy(bench: Bench, seed: int, most: int, costs: Costs) -> None:
+        study = optuna.create_study(direction="maximize", sampler=sampler(seed))
+        while len(bench.visits) < most:
+            trial = study.ask()
+            candidate = bench.table.space.suggest(trial)
+            value = bench.visit(candidate) if candidate.id in bench.table.rates else None
+            if constrained:
+                trial.set_constraint("launch", 1.0 if value is None else -1.0)
+                study.tell(trial, math.log(0.5) if value is None else value)
+            elif value is None:
+                study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            else:
+                study.tell(trial, value)
+
+    return strategy
+
+
+def one_factor_at_a_time(bench: Bench, seed: int, most: int, costs: Costs) -> None:
+    """From a usual configuration, each setting through all its values in turn; the best of each is kept."""
+    space = bench.table.space
+    values: dict[str, Any] = {p.name: (p.domain or (None,))[0] for p in space.parameters}
+    values |= {"speculation": "eagle3", "num_steps": 3, "topk": 1, "spec_version": "v1"}
+    values = {name: value for name, value in values.items() if name in {p.name for p in space.parameters}}
+    names = [p.name for p in space.parameters]
+    random.Random(seed).shuffle(names)
+    best = bench.visit(_made(bench.table, values))
+    for name in names:
+        parameter = next(p for p in space.parameters if p.name == name)
+        for value in parameter.domain or ():
+            candidate = _made(bench.table, {**values, name: value})
+            if value == values[name] or candidate.id in bench.seen or candidate.id not in bench.table.rates:
+                continue
+            if len(bench.visits) >= most:
+                return
+            found = bench.visit(candidate)
+            if found is not None and (best is None or found > best):
+                best, values = found, {**values, name: value}
+
+
+def _made(table: Table, values: Mapping[str, Any]) -> Candidate:
+    return table.space.suggest(optuna.trial.FixedTrial(dict(values)))
+
+
+def full_grid(bench: Bench, seed: int, most: int, costs: Costs) -> None:
+    """Every candidate, those of one launch together."""
+    order = sorted(bench.table.candidates.values(), key=lambda one: (repr(bench.table.cold(one)), one.id))
+    for candidate in order:
+        if len(bench.visits) >= most:
+            return
+        if candidate.id != bench.table.baseline.id:
+            bench.visit(candidate)
+
+
+def tpe(seed: int) -> optuna.samplers.BaseSampler:
+    return optuna.samplers.TPESampler(multivariate=True, group=True, seed=seed)
+
+
+STRATEGIES: Mapping[str, tuple[Strategy, int]] = {
+    "ours": (ours, 45),
+    "TPE, crashes as FAIL": (with_optuna(tpe, constrained=False), 60),
+    "TPE, constraints": (with_optuna(tpe, constrained=True), 60),
+    "GP": (with_optuna(lambda seed: optuna.samplers.GPSampler(seed=seed), constrained=True), 30),
+    "random": (with_optuna(lambda seed: optuna.samplers.RandomSampler(seed=seed), constrained=False), 120),
+    "one factor at a time": (one_factor_at_a_time, 10_000),
+    "full grid": (full_grid, 10_000),
+}
+"""Each with the visits after which a replay is cut off: what it would find later is not counted against it."""
+
+
+# -- accounts --------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(visits: Sequence[Visit], launch_s: float, hot: bool) -> list[float]:
+    """Engine-seconds after each visit. A crash costs its launch."""
+    total, out = 0.0, []
+    for visit in visits:
+        total += launch_s if visit.launch or not hot else 0.0
+        total += 0.0 if visit.failed else 3 * BLOCK_S
+        out.append(total)
+    return out
+
+
+@dataclass(frozen=True)
+class Run:
+    """One replay."""
+
+    visits: tuple[Visit, ...]
+    best: float
+
+    def regret_at(self, seconds: float, launch_s: float, hot: bool) -> float:
+        """exp of it is what is lost; the baseline is what one has before anything is measured."""
+        now = 0.0
+        for at, visit in zip(seconds_of(self.visits, launch_s, hot), self.visits, strict=True):
+            if at > seconds:
+                break
+            now = visit.incumbent
+        return 1 - math.exp(now - self.best)
+
+    def time_to(self, regret: float, launch_s: float, hot: bool) -> float:
+        """Engine-seconds until what is chosen is within `regret` and stays so to the end of the replay."""
+        times = seconds_of(self.visits, launch_s, hot)
+        reached = math.inf
+        for at, visit in zip(reversed(times), reversed(self.visits), strict=True):
+            if 1 - math.exp(visit.incumbent - self.best) > regret:
+                break
+            reached = at
+        return reached
+
+    def launches_to(self, regret: float, hot: bool) -> float:
+        times = seconds_of(self.visits, 1e6, hot)
+        reached = self.time_to(regret, 1e6, hot)
+        if math.isinf(reached):
+            return math.inf
+        return sum((v.launch or not hot) for at, v in zip(times, self.visits, strict=True) if at <= reached)
+
+    def invalid(self, first: int) -> int:
+        return sum(visit.failed for visit in self.visits[:first])
+
+    def repeated_crashes(self) -> int:
+        failed = [visit.candidate for visit in self.visits if visit.failed]
+        return len(failed) - len(set(failed))
+
+
+def replay(table: Table, name: str, seeds: range, costs: Costs, most: int | None = None) -> list[Run]:
+    strategy, cut = STRATEGIES[name]
+    runs = []
+    for seed in seeds:
+        bench = Bench(table, seed)
+        bench.visit(table.baseline)
+        strategy(bench, seed, min(cut, most or cut), costs)
+        runs.append(Run(tuple(bench.visits), table.best))
+    return runs
+
+
+def summary(table: Table, runs: Sequence[Run], launch_s: float, hot: bool) -> dict[str, Any]:
+    grid = grid_seconds(table, launch_s, hot)
+
+    def spread(values: Sequence[float]) -> dict[str, float | None]:
+        ordered = sorted(values)
+        median, high = ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
+        return {key: None if math.isinf(v) else round(v, 4) for key, v in (("median", median), ("p90", high))}
+
+    return {
+        "regret_at_share_of_grid_hours": {
+            str(share): spread([run.regret_at(share * grid, launch_s, hot) for run in runs]) for share in FRACTIONS
+        },
+        "hours_to_regret": {
+            str(regret): spread([run.time_to(regret, launch_s, hot) / 3600 for run in runs]) for regret in (0.01, 0.02)
+        },
+        "launches_to_2_percent": spread([run.launches_to(0.02, hot) for run in runs]),
+        "candidates_tried": spread([len(run.visits) - 1 for run in runs]),
+        "invalid_launches": spread([run.invalid(10_000) for run in runs]),
+        "repeated_crashes": spread([run.repeated_crashes() for run in runs]),
+        "seeds": len(runs),
+    }
+
+
+def grid_seconds(table: Table, launch_s: float, hot: bool) -> float:
+    """Of measuring every candidate that works once, and launching every one that does not."""
+    crashes = sum(value is None for value in table.value.values())
+    launches = len({table.cold(c) for c in table.candidates.values()}) if hot else table.legal
+    return (launches + crashes) * launch_s + table.legal * 3 * BLOCK_S
+
+
+# -- the toy of half a space that crashes ----------------------------------------------------------------------------
+
+TOY = """
+name: toy
+engine: {kind: simulated, model: any}
+workload: {concurrency: [1]}
+baseline: {num_steps: 1, topk: 1, num_draft_tokens: 2}
+parameters:
+  num_steps: {low: 1, high: 7}
+  topk: {choices: [1, 2, 4, 8]}
+  num_draft_tokens: {choices: [2, 8, 32]}
+"""
+
+
+def toy() -> Table:
+    """84 configurations of three settings, half of which crash, with the optimum beside the cliff."""
+    space = parse_space(TOY, source="toy.yaml")
+    listed = space.listed()
+    assert listed is not None
+    # The space writes a chain's number of rows away; here every combination is its own.
+    rates: dict[str, list[float] | None] = {}
+    for i, each in listed.items():
+        steps, topk, rows = (each.values[name] for name in ("num_steps", "topk", "num_draft_tokens"))
+        assert isinstance(steps, int)
+        assert isinstance(topk, int)
+        assert isinstance(rows, int)
+        speed = 50 + 8 * min(steps, 5) - 4 * max(0, steps - 5) + 3 * math.log2(topk) + 2 * math.log2(rows)
+        bad = steps * topk > 20 or rows > 8
+        rates[i] = None if bad else [speed]
+    return Table("toy", space, rates)
+
+
+def toy_result(seeds: range) -> dict[str, Any]:
+    table = toy()
+    found: dict[str, Any] = {
+        "configurations": len(table.candidates),
+        "crash": sum(v is None for v in table.value.values()),
+        "launches_at_most": 60,
+        "note": "ours ends when more cannot pay; the others do not know when to",
+    }
+    for name in ("ours", "TPE, crashes as FAIL", "TPE, constraints", "random"):
+        runs = replay(table, name, seeds, Costs(600.0, 45.0), most=61)
+        found[name] = {
+            "launches": statistics.fmean(len(run.visits) - 1 for run in runs),
+            "invalid_launches": statistics.fmean(run.invalid(61) for run in runs),
+            "invalid_most": max(run.invalid(61) for run in runs),
+            "repeated_crashes": statistics.fmean(run.repeated_crashes() for run in runs),
+            "regret": statistics.fmean(1 - math.exp(run.visits[-1].incumbent - run.best) for run in runs),
+            "seeds": len(runs),
+        }
+    return found
+
+
+# -- measuring the bundled engine ------------------------------------------------------------------------------------
+
+GRID = """
+name: search_grid
+engine: {kind: bundled, model: smollm2-135m}
+workload: {concurrency: [1, 4, 16], max_tokens: 64}
+baseline: {speculation: none, weights: bf16}
+parameters:
+  speculation: {choices: [none, ngram]}
+  num_steps: {low: 1, high: 8, when: speculation != 'none'}
+  ngram_min: {choices: [1, 2], when: speculation != 'none'}
+  spec_version: {choices: [v1, v2], when: speculation != 'none'}
+  disable_batch_threshold: {choices: [never, 2, 8], when: speculation != 'none'}
+  weights: {choices: [bf16, int8]}
+  threads: {choices: [1, 2]}
+profile: full
+"""
+
+
+def cells(space: Space, hot: frozenset[str]) -> list[tuple[Candidate, int]]:
+    """Candidates and replicates (a fifth of them twice), those of one launch together."""
+    listed = space.listed()
+    assert listed is not None
+    every = {**{space.baseline.id: space.baseline}, **{i: each.candidate for i, each in listed.items()}}
+
+    def cold(one: Candidate) -> str:
+        return repr(sorted((name, value) for name, value in one.settings.items() if name not in hot))
+
+    chosen = [(one, 0) for one in every.values()]
+    chosen += [(one, 1) for one in every.values() if int(hashlib.sha256(one.id.encode()).hexdigest(), 16) % 5 == 0]
+    # The second replicates come on launches of their own, at the end.
+    return sorted(chosen, key=lambda cell: (cell[1], cold(cell[0]), cell[0].id))
+
+
+def measure(path: Path, space: Space, most: int) -> None:
+    """Measures the cells that the file lacks, over /reconfigure where a launch is not needed."""
+    import httpx
+
+    from tuner.engines.base import get_engine
+    from tuner.errors import LaunchFailed
+    from tuner.study.engine import illegal, launch_record
+    from tuner.study.world import Machine
+
+    engine = get_engine(space.kind)
+    hot = frozenset(getattr(engine, "hot", frozenset()))
+    done = {(line["candidate"], line["replicate"], line["level"]) for line in _lines(path)}
+    world = Machine(space)
+    server = None
+    up: str | None = None
+    count = 0
+    try:
+        for candidate, replicate in cells(space, hot):
+            missing = [at for at in space.workload.concurrency if (candidate.id, replicate, at) not in done]
+            if not missing or count >= most:
+                continue
+            count += 1
+            if why := illegal(space, engine, candidate):
+                _append(path, candidate, replicate, missing, {"illegal": why})
+                continue
+            record = launch_record(space, engine, candidate, host="127.0.0.1", port=0)
+            cold = repr((replicate, sorted((n, v) for n, v in candidate.settings.items() if n not in hot)))
+            try:
+                if server is None or cold != up:
+                    if server is not None:
+                        server.stop()
+                    record = launch_record(space, engine, candidate, host="127.0.0.1", port=world.free_port())
+                    base, began = record, time.time()
+                    server = world.start(record, marker={"benchmark": "search"}, log_path=path.with_suffix(".log"))
+                    server.wait_ready()
+                    print(f"launched in {time.time() - began:.1f} s", flush=True)
+                    up = cold
+                else:
+                    wanted = {n: v for n, v in record.expected.items() if n in hot}
+                    answer = httpx.post(base.base_url + "/reconfigure", json=wanted, timeout=60.0)
+                    if answer.status_code != 200:
+                        _append(path, candidate, replicate, missing, {"refused": answer.text[:300]})
+                        continue
+                for level in missing:
+                    found = world.measure(
+                        server, base, concurrency=level, role="screen", seed=replicate, on_progress=lambda _: None
+                    )
+                    block = found.block
+                    facts: dict[str, Any] = {"failure": found.failure.kind if found.failure else "none"}
+                    if block is not None:
+                        facts = {
+                            "tokens_per_s": block.tokens_per_s,
+                            "window_s": block.window_s,
+                            "accept_length": block.accept_length,
+                            "red": [gate.name for gate in block.gates if not gate.ok],
+                        }
+                    _append(path, candidate, replicate, [level], facts)
+            except LaunchFailed as error:
+                _append(path, candidate, replicate, missing, {"failure": error.failure.kind})
+                if server is not None:
+                    server.stop()
+                server, up = None, None
+    finally:
+        if server is not None:
+            server.stop()
+
+
+def _append(path: Path, candidate: Candidate, replicate: int, levels: Sequence[int], facts: Mapping[str, Any]) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        for level in levels:
+            line = {"candidate": candidate.id, "settings": dict(candidate.settings), "replicate": replicate}
+            file.write(json.dumps({**line, "level": level, **facts}) + "\n")
+            print(json.dumps({**line, "level": level, **facts}), flush=True)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            yield json.loads(line)
+
+
+def measured_table(path: Path) -> Table:
+    """The table of a grid that was measured: means of the replicates; what has no figure at a level does not work."""
+    space = parse_space(GRID, source="grid.yaml")
+    seen: dict[str, dict[int, list[float]]] = {}
+    accepts: dict[str, dict[int, float]] = {}
+    for line in _lines(path):
+        mine = seen.setdefault(line["candidate"], {})
+        if line.get("tokens_per_s"):
+            mine.setdefault(line["level"], []).append(math.log(line["tokens_per_s"]))
+        if line.get("accept_length"):
+            accepts.setdefault(line["candidate"], {})[line["level"]] = line["accept_length"]
+    levels = space.workload.concurrency
+    rates: dict[str, list[float] | None] = {
+        i: [math.exp(statistics.fmean(at[level])) for level in levels] if all(level in at for level in levels) else None
+        for i, at in seen.items()
+    }
+    told = {i: [accepts.get(i, {}).get(level) for level in levels] for i in rates}
+    return Table("bundled", space, rates, told)
+
+
+# -- the whole -------------------------------------------------------------------------------------------------------
+
+
+def compare(table: Table, seeds: Mapping[str, range], names: Sequence[str]) -> dict[str, Any]:
+    """All strategies on a table. Ours plans with the costs that it is charged; nobody else knows of costs."""
+    out: dict[str, Any] = {
+        "candidates": len(table.candidates),
+        "work": table.legal,
+        "best_speedup": round(math.exp(table.best), 4),
+        "grid_hours": {
+            f"{launch_s:g} s, {'hot' if hot else 'cold'}": round(grid_seconds(table, launch_s, hot) / 3600, 2)
+            for launch_s in LAUNCH_S
+            for hot in (True, False)
+        },
+        "strategies": {},
+    }
+    for name in names:
+        began = time.process_time()
+        known: list[Run] | None = None
+        found = {}
+        for launch_s in LAUNCH_S:
+            for hot in (True, False):
+                if name == "ours":
+                    costs = Costs(launch_s, 3 * BLOCK_S, HOT if hot else frozenset())
+                    runs = replay(table, name, seeds[name], costs)
+                else:
+                    known = known or replay(table, name, seeds[name], Costs())
+                    runs = known
+                found[f"{launch_s:g} s, {'hot' if hot else 'cold'}"] = summary(table, runs, launch_s, hot)
+        out["strategies"][name] = found
+        print(f"{table.name}: {name}: {time.process_time() - began:.0f} s of CPU", file=sys.stderr, flush=True)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--gp-seeds", type=int, default=10, help="Optuna's GP takes a second or more a proposal")
+    parser.add_argument("--only", nargs="*", default=list(STRATEGIES), help="strategies")
+    parser.add_argument("--tables", nargs="*", default=["physics", "strange", "toy"])
+    parser.add_argument("--table", type=Path, help="a measured grid in place of the simulator's tables")
+    parser.add_argument("--measure", type=Path, help="measure the grid into this file")
+    parser.add_argument("--cells", type=int, default=1_000_000, help="stop measuring after so many")
+    parser.add_argument("--output", type=Path)
+    chosen = parser.parse_args()
+    if chosen.measure:
+        measure(chosen.measure, parse_space(GRID, source="grid.yaml"), chosen.cells)
+        return
+    seeds = {name: range(chosen.gp_seeds if name == "GP" else chosen.seeds) for name in STRATEGIES}
+    seeds["full grid"] = range(min(chosen.seeds, 20))
+    result: dict[str, Any] = {
+        "command": "python -m benchmarks.search " + " ".join(sys.argv[1:]),
+        "noise": {"block_sd": BLOCK_SD, "launch_sd": LAUNCH_SD},
+        "block_s": BLOCK_S,
+        "tables": {},
+    }
+    if chosen.table:
+        result["tables"]["bundled"] = compare(measured_table(chosen.table), seeds, chosen.only)
+    else:
+        result["simulated"] = True
+        for name in chosen.tables:
+            if name == "toy":
+                result["toy"] = toy_result(range(min(chosen.seeds, 20)))
+            else:
+                result["tables"][name] = compare(simulated(name, name == "strange"), seeds, chosen.only)
+    text = json.dumps(result, indent=1) + "\n"
+    if chosen.output:
+        chosen.output.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
