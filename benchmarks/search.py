@@ -7,8 +7,8 @@ launches. A server is kept while only hot settings change (`hot`), or every cand
     python -m benchmarks.search --seeds 200 --output benchmarks/results/search.json
 
 Tables come from the simulator: `physics` is the machine as it is simulated, which the model of the search resembles,
-and `strange` is the same with effects laid over it that no formula of ours has a place for. A third comes from the bundled
-engine, measured on a whole grid; it takes hours, and goes on where it was left:
+and `strange` is the same with effects laid over it that no formula of ours has a place for. A third comes from the
+bundled engine, measured on a whole grid; it takes hours, and goes on where it was left:
 
     python -m benchmarks.search --measure benchmarks/results/search_grid.jsonl [--cells 3]
     python -m benchmarks.search --table benchmarks/results/search_grid.jsonl --output ...
