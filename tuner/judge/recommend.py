@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tuner.judge.intervals import MIN_PAIRS, pair_sd
@@ -42,18 +42,20 @@ def recommend(
     profile: str,
     simulated: bool = False,
     worst_level: float = WORST_LEVEL,
+    composites: Callable[[Sequence[Pair]], list[float]] | None = None,
 ) -> Recommendation:
     """The recommendation of a study.
 
     Only pairs of role "confirm" whose two blocks passed every gate can make a winner; what the search saw is chosen
     for its luck. The winner overall also needs a speed-up of at least `worst_level` at every level. `weights` names
     the levels, and with them the family of claims (finalists × levels, and overall) over which multiplicity is
-    handled.
+    handled. `composites` makes of one candidate's pairs a log ratio for each index, where "overall" is something else
+    than the weighted mean over the levels.
     """
     pairs = sorted(pairs, key=lambda p: (p.candidate_id, p.concurrency, p.role, p.index))
     usable = [p for p in pairs if blocks[p.baseline_block].block.valid and blocks[p.candidate_block].block.valid]
     confirmed = [p for p in usable if p.role == "confirm" and p.candidate_id != baseline.id]
-    evidence = _weigh(confirmed, candidates, blocks, weights)
+    evidence = _weigh(confirmed, candidates, blocks, weights, composites)
     levels = sorted(weights)
     per_level = tuple(_choose_at(level, evidence, blocks) for level in levels)
     if evidence:
@@ -80,6 +82,7 @@ def _weigh(
     candidates: Mapping[str, Candidate],
     blocks: Mapping[int, StoredBlock],
     weights: Mapping[int, float],
+    composites: Callable[[Sequence[Pair]], list[float]] | None = None,
 ) -> list[_Evidence]:
     claims: dict[tuple[str, int | None], list[float]] = {}
     of: dict[str, tuple[Pair, ...]] = {}
@@ -88,7 +91,7 @@ def _weigh(
         of[candidate_id] = mine
         for level in weights:
             claims[candidate_id, level] = [p.log_ratio for p in mine if p.concurrency == level]
-        claims[candidate_id, None] = overall_log_ratios(mine, weights)
+        claims[candidate_id, None] = composites(mine) if composites else overall_log_ratios(mine, weights)
     # With one level, "overall" is the same claim as the level's and must not be counted twice.
     family = {key: values for key, values in claims.items() if len(weights) > 1 or key[1] is not None}
     confidences = holm_confidences(family)

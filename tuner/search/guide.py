@@ -33,7 +33,8 @@ class Costs:
     """Seconds that trying a candidate takes: a launch, unless the running server can be changed to it, and its blocks.
 
     `hot` names the settings that can change on a running server; `running` holds the settings of the one that runs.
-    With `stay` only what that server can become is suggested.
+    With `stay` only what that server can become is suggested. `idle` names settings that do not matter where a
+    candidate does not speculate.
     """
 
     launch_s: float = 300.0
@@ -41,6 +42,7 @@ class Costs:
     hot: frozenset[str] = frozenset()
     running: Mapping[str, Any] | None = None
     stay: bool = False
+    idle: frozenset[str] = frozenset()
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -56,7 +58,8 @@ class Costs:
         """Whether the running server can be changed to these settings."""
         if self.running is None:
             return False
-        names = (settings.keys() | self.running.keys()) - self.hot
+        plain = settings.get("speculation") == "none"
+        names = (settings.keys() | self.running.keys()) - self.hot - (self.idle if plain else frozenset())
         return all(settings.get(name) == self.running.get(name) for name in names)
 
 

@@ -21,10 +21,12 @@ from tuner.space.problems import Problem, unknown
 from tuner.space.schema import ContainerSection, ObjectiveSection, SpaceFile
 from tuner.space.space import SIMULATED, Cycle, Parameter, Space, in_order, visible
 
-OBJECTIVES = ("speedup", "throughput")
-PLANNED_OBJECTIVES = ("latency", "goodput", "pareto")
+OBJECTIVES = ("speedup", "throughput", "latency", "goodput", "pareto")
 ENV_NAME = re.compile(r"env\.[A-Za-z_][A-Za-z0-9_]*")
 STUDY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+MOST_SPEEDUP = 20.0
+"""A guard beyond this is a percentage, or a slip."""
 
 EXHAUSTIVE = 50_000
 SAMPLES = 2_000
@@ -142,7 +144,7 @@ class Checker:
         self._names(file, engine)
         self._environment(file, outside)
         self._server(file, outside)
-        self._objective(file.objective)
+        self._objective(file.objective, file.workload.concurrency)
         if file.budget.launches < 2:
             self.report(("budget", "launches"), "1 launch is only the baseline; at least 2 are needed, 10 to confirm")
         if check_prompts := outside.check_prompts:
@@ -240,16 +242,34 @@ class Checker:
                 for end in ("low", "high"):
                     check(("parameters", name, end), name, getattr(section, end))
 
-    def _objective(self, objective: ObjectiveSection) -> None:
-        if objective.maximize in OBJECTIVES:
+    def _objective(self, objective: ObjectiveSection, levels: Sequence[int]) -> None:
+        """Reports an objective that is unknown, or whose parts have no meaning together."""
+        kind, at = objective.maximize, objective.concurrency
+        path: Path = ("objective",)
+        if kind not in OBJECTIVES:
+            self.report((*path, "maximize"), unknown(kind, OBJECTIVES))
             return
-        path: Path = ("objective", "maximize")
-        if objective.maximize in PLANNED_OBJECTIVES:
-            self.report(
-                path, f"'{objective.maximize}' is not available in this version; valid: {', '.join(OBJECTIVES)}"
-            )
-        else:
-            self.report(path, unknown(objective.maximize, OBJECTIVES))
+        if at is not None and kind not in ("throughput", "latency"):
+            self.report((*path, "concurrency"), f"has no meaning with '{kind}'; leave it out, or maximize throughput")
+        elif at is not None and at not in levels:
+            self.report((*path, "concurrency"), f"{at} is not among workload.concurrency ({_listed(levels)})")
+        elif kind == "latency" and at is None and 1 not in levels:
+            said = f"latency is that of one stream, and 1 is not among workload.concurrency ({_listed(levels)})"
+            self.report((*path, "maximize"), f"{said}; add it, or name a level as objective.concurrency")
+        if kind == "goodput" and objective.slo is None:
+            self.report((*path, "maximize"), "goodput needs objective.slo, such as {ttft_ms: 2000, tpot_ms: 50}")
+        if kind != "goodput" and objective.slo is not None:
+            self.report((*path, "slo"), f"has no meaning with '{kind}'; maximize goodput, or use guard.ttft_p90_ms")
+        if kind == "pareto" and len(levels) < 2:
+            self.report((*path, "maximize"), "pareto weighs levels against one another, and there is only one")
+        guard, slo = objective.guard, objective.slo
+        limit, allowed = guard.ttft_p90_ms, slo.ttft_ms if slo is not None else None
+        if limit is not None and allowed is not None and limit < allowed:
+            said = f"{limit:g} at every level contradicts slo.ttft_ms {allowed:g}, which allows more"
+            self.report((*path, "guard", "ttft_p90_ms"), f"{said}; keep one of them")
+        if guard.min_speedup is not None and guard.min_speedup > MOST_SPEEDUP:
+            said = f"{guard.min_speedup:g} at every level: no setting makes a server so much faster"
+            self.report((*path, "guard", "min_speedup"), f"{said}; 0.97 means to lose at most 3 % anywhere")
 
     def _expression(self, path: Path, text: str, known: Sequence[str]) -> Expression | None:
         try:
@@ -336,6 +356,10 @@ class Checker:
             refused = [engine.problems(space.args, _engine_settings(candidate)) for candidate in others]
             if all(refused):
                 self.report(("parameters",), f"the engine takes none of the candidates: {refused[0][0]}")
+
+
+def _listed(levels: Sequence[int]) -> str:
+    return ", ".join(map(str, levels))
 
 
 def _engine_settings(candidate: Candidate) -> dict[str, Setting]:

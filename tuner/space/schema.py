@@ -220,10 +220,32 @@ class GuardSection(Section):
     ttft_p90_ms: PositiveNumber | None = None
 
 
+class SloSection(Section):
+    """What nine in ten requests must keep, for `goodput`: to the first token, for each further one, to the end."""
+
+    ttft_ms: PositiveNumber | None = None
+    tpot_ms: PositiveNumber | None = None
+    e2e_ms: PositiveNumber | None = None
+
+    @model_validator(mode="after")
+    def _some(self) -> SloSection:
+        if self.ttft_ms is None and self.tpot_ms is None and self.e2e_ms is None:
+            raise ValueError("is empty; give ttft_ms, tpot_ms or e2e_ms")
+        if self.e2e_ms is not None and self.ttft_ms is not None and self.e2e_ms < self.ttft_ms:
+            said = f"e2e_ms {self.e2e_ms:g} and ttft_ms {self.ttft_ms:g} contradict one another"
+            raise ValueError(f"{said}: no request ends before its first token")
+        return self
+
+
 class ObjectiveSection(Section):
-    """What is maximised. `guard` limits hold at every level."""
+    """What is maximised. `guard` limits hold at every level.
+
+    `concurrency` is the one level that `throughput` (all of them without it) and `latency` (1 without it) are about.
+    """
 
     maximize: str = "speedup"
+    concurrency: PositiveWhole | None = None
+    slo: SloSection | None = None
     guard: GuardSection = Field(default_factory=GuardSection)
 
 

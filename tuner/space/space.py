@@ -238,6 +238,11 @@ class Space:
         return dict(sorted(values.items()))
 
     @property
+    def objective_level(self) -> int | None:
+        """The one level that the objective is about; None where it is about all."""
+        return _objective_level(self.file)
+
+    @property
     def meaning(self) -> dict[str, Any]:
         """All that a measurement depends on, as it is in effect: all but name, budget, sampler, hook and quality gate.
 
@@ -253,6 +258,9 @@ class Space:
             file["engine"]["launch"],
             file["engine"]["api_key_env"],
         )
+        for name in ("concurrency", "slo"):
+            if file["objective"][name] is None:
+                del file["objective"][name]
         if self.container is None:
             del file["engine"]["container"]
         if self.simulation is None:
@@ -329,6 +337,13 @@ def _cycle(waiting: Mapping[str, Parameter]) -> list[str]:
         path.append(following)
 
 
+def _objective_level(file: SpaceFile) -> int | None:
+    objective = file.objective
+    if objective.maximize == "latency":
+        return objective.concurrency or 1
+    return objective.concurrency if objective.maximize == "throughput" else None
+
+
 def _workload(file: SpaceFile) -> Workload:
     section = file.workload
     levels = list(section.concurrency)
@@ -337,9 +352,11 @@ def _workload(file: SpaceFile) -> Workload:
     if file.profile == "short":
         max_tokens = min(max_tokens, SHORT_MAX_TOKENS)
         if len(levels) > 2:
-            levels, weights = [levels[0], levels[-1]], [weights[0], weights[-1]]
+            at = _objective_level(file)
+            kept = [i for i, level in enumerate(levels) if i in (0, len(levels) - 1) or level == at]
+            levels, weights = [levels[i] for i in kept], [weights[i] for i in kept]
             if not sum(weights) > 0:
-                weights = [1.0, 1.0]
+                weights = [1.0] * len(levels)
     total = math.fsum(weights)
     return Workload(
         prompts=section.prompts,

@@ -30,7 +30,7 @@ from tuner.study.engine import (
     speculates,
     unsettled,
 )
-from tuner.study.evidence import evidence_of, goal_of
+from tuner.study.evidence import costs_of, evidence_of, goal_of
 from tuner.study.hot import cold_values, group, reachable
 from tuner.study.journal import Entry, Journal
 from tuner.study.planner import (
@@ -54,6 +54,7 @@ from tuner.study.progress import Event, Observer, Silent
 from tuner.study.quality import ANSWERS, JUDGED, VETO, wanted
 from tuner.study.quality import verdicts as quality_verdicts
 from tuner.study.sampler import PATIENCE, Proposal, Proposer, draw_untried
+from tuner.study.schedule import scheduled
 from tuner.study.score import FAILED, ILLEGAL, Score, score
 from tuner.study.store import AlreadyMeasured, StudyStore
 from tuner.study.world import RunningServer, StopReport, World
@@ -293,7 +294,14 @@ class Controller:
         if step.within is not None:
             launched = data.candidates[data.launch[step.within].slot.candidate_id]
             fixed = cold_values(space, self._hot, launched)
-        proposal = self._proposer.propose(self.store.trials.history(), evidence_of(data), goal_of(data))
+        by_batch = scheduled(data, lambda one: illegal(space, self.engine, one) is None)
+        if by_batch is not None and not (step.only and step.within and not self._in_reach(data, step.within, by_batch)):
+            self._say("schedule", f"the blocks ask for other depths at other loads: trying {described(by_batch)}")
+            return Proposal(by_batch, {}, {})
+        launch = data.launch[step.within] if step.within is not None else None
+        costs = costs_of(data, self._hot, launch, stay=step.only)
+        history = self.store.trials.history()
+        proposal = self._proposer.propose(history, evidence_of(data), goal_of(data), costs, fixed)
         stray = step.only and step.within is not None and not self._in_reach(data, step.within, proposal.candidate)
         if stray or idle(data) >= (PATIENCE if step.within is None else STRAY):
             universe = self._reach(data, step.within)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
+from tuner.judge.pareto import front
 from tuner.judge.recommend import recommend
-from tuner.records import Choice, Recommendation, Verdict
+from tuner.judge.verdict import verdict
+from tuner.records import Choice, Pair, Recommendation, Verdict
 from tuner.study.data import StudyData
+from tuner.study.goodput import composites
 from tuner.study.planner import disqualified, policy_of
 from tuner.study.quality import notes as quality_notes
 from tuner.study.quality import refused
@@ -43,6 +47,7 @@ def recommendation(data: StudyData) -> Recommendation:
         profile=data.space.profile,
         simulated=data.simulated,
         worst_level=guard.min_speedup or 0.0,
+        composites=_composites(data),
     )
     notes = [f"Candidate {candidate} failed in confirmation and was left out." for candidate in sorted(dropped)]
     notes += [
@@ -51,7 +56,37 @@ def recommendation(data: StudyData) -> Recommendation:
         for (candidate, level), ms in sorted(slow.items())
     ]
     notes += quality_notes(data)
+    notes += _objective_notes(data)
     return replace(found, advice=(*notes, *found.advice)) if notes else found
+
+
+def _composites(data: StudyData) -> Callable[[Sequence[Pair]], list[float]] | None:
+    slo = data.space.objective.slo
+    if slo is None:
+        return None
+    return lambda pairs: composites(pairs, data.levels, data.blocks, slo)
+
+
+def _objective_notes(data: StudyData) -> list[str]:
+    """What "overall" means where it is no mean over the levels, and the Pareto set where one was asked for."""
+    objective = data.space.objective
+    if (level := data.space.objective_level) is not None:
+        return [f"Overall means {objective.maximize} at concurrency {level}."]
+    if objective.slo is not None:
+        limits = ", ".join(f"{name} {value:g}" for name, value in objective.slo if value is not None)
+        return [f"Overall means goodput: tokens per second at the best load where nine in ten requests keep {limits}."]
+    return [_pareto_note(data)] if objective.maximize == "pareto" else []
+
+
+def _pareto_note(data: StudyData) -> str:
+    ratios: dict[str, dict[int, list[float]]] = {}
+    dropped = disqualified(data, policy_of(data)) | refused(data).keys()
+    for pair in data.pairs:
+        if pair.role == "confirm" and pair.candidate_id not in dropped:
+            ratios.setdefault(pair.candidate_id, {}).setdefault(pair.concurrency, []).append(pair.log_ratio)
+    found = front({c: {at: verdict(c, at, some) for at, some in levels.items()} for c, levels in ratios.items()})
+    named = [one or "the baseline" for one in found]
+    return f"Pareto set over the levels, as far as pairs tell: {', '.join(named)}."
 
 
 def _too_slow_to_answer(data: StudyData) -> dict[tuple[str, int], float]:

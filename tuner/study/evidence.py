@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 
 from tuner.records import StoredBlock
 from tuner.search.evidence import Evidence, Measurement
-from tuner.search.guide import Goal
-from tuner.study.data import StudyData
+from tuner.search.guide import Costs, Goal
+from tuner.space.space import SPECULATIVE
+from tuner.study.data import StoredLaunch, StudyData
 from tuner.study.score import weights
 
 USUAL_WINDOW_S = 30.0
@@ -40,9 +42,38 @@ def _measurement(data: StudyData, stored: StoredBlock) -> Measurement:
     )
 
 
+def costs_of(data: StudyData, hot: frozenset[str], launch: StoredLaunch | None, *, stay: bool = False) -> Costs:
+    """What a launch and the blocks of a candidate have taken so far, and what can change on the server of a launch.
+
+    With `stay` that server is all there is.
+    """
+    starts = [each.ready_at - each.started_at for each in data.launches if each.ready_at is not None]
+    blocks = [b.block.warmup_s + b.block.window_s for b in data.blocks.values() if b.role == "screen"]
+    usual = Costs()
+    return Costs(
+        launch_s=math.fsum(starts) / len(starts) if starts else usual.launch_s,
+        blocks_s=max(1.0, len(data.levels) * math.fsum(blocks) / len(blocks)) if blocks else usual.blocks_s,
+        hot=hot,
+        running=data.settings_of(launch.slot.candidate_id) if launch is not None else None,
+        stay=stay,
+        idle=SPECULATIVE,
+    )
+
+
 def goal_of(data: StudyData) -> Goal:
-    """What the study's objective asks for, in the order of its levels."""
+    """What the study's objective asks for, in the order of its levels.
+
+    For `pareto` other weights of the levels with every trial, so that the whole front is sought.
+    """
     guard = data.space.objective.guard
     weight = weights(data)
+    if data.space.objective.maximize == "pareto":
+        weight = _some_weights(data)
     least = math.log(guard.min_speedup) if guard.min_speedup is not None else None
     return Goal(tuple(weight[level] for level in data.levels), least, guard.ttft_p90_ms)
+
+
+def _some_weights(data: StudyData) -> dict[int, float]:
+    draw = random.Random(f"{data.seed}/pareto/{len(data.trials)}")
+    drawn = {level: draw.expovariate(1.0) for level in data.levels}
+    return {level: value / math.fsum(drawn.values()) for level, value in drawn.items()}

@@ -113,6 +113,7 @@ class Proposer:
         evidence: Evidence | None = None,
         goal: Goal | None = None,
         costs: Costs | None = None,
+        fixed: Mapping[str, Any] | None = None,
     ) -> Proposal:
         """The proposal for trial `len(history)`, given all trials before it.
 
@@ -120,7 +121,9 @@ class Proposer:
             history: the trials.
             evidence: the blocks behind them; None: only their values are known.
             goal: what is wanted; None: what the space says of its levels.
-            costs: what trying a candidate costs now, and which server runs.
+            costs: what trying a candidate costs now, and which server runs: how the model weighs a launch.
+            fixed: parameters that have this value wherever they are active, so that the search stays with a launch that
+                is up; for the samplers that know of no costs.
         """
         left: Listed | None = None
         if self._model is not None:
@@ -131,7 +134,10 @@ class Proposer:
             left = next((listed for i, listed in self.universe.items() if i not in tried), None)
         if left is not None:
             return proposal_of(self.space, left)
-        study = optuna.create_study(direction="maximize", sampler=self._sampler(len(history)))
+        sampler = self._sampler(len(history))
+        if fixed:
+            sampler = optuna.samplers.PartialFixedSampler(dict(fixed), sampler)
+        study = optuna.create_study(direction="maximize", sampler=sampler)
         study.add_trials(history)
         trial = study.ask()
         candidate = self.space.suggest(trial)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tuner.records import Block, Pair, StoredBlock
 from tuner.study.data import Slot, StudyData
+from tuner.study.goodput import best_level, log_gain
 
 PESSIMISTIC = math.log(0.5)
 """What a candidate without a score is told to have: half the baseline's throughput, finite so that models stay sane."""
@@ -95,10 +96,19 @@ def log_ratio(baseline: Block, candidate: Block) -> float | None:
 def weights(data: StudyData) -> dict[int, float]:
     """Level → weight in the objective; they sum to 1.
 
-    For `speedup` these are the shares of traffic. For `throughput` a level also weighs by the tokens it carries: its
-    share times the baseline's tokens per second there, which is the derivative of the weighted sum of throughputs.
+    Where the objective is about one level (`throughput` or `latency` there, `goodput` at the highest load that anything
+    measured bears), it has all. For `speedup` and `pareto` these are the shares of traffic. For `throughput` over all a
+    level also weighs by the tokens it carries: its share times the baseline's tokens per second there, which is the
+    derivative of the weighted sum of throughputs.
     """
     shares = data.space.workload.weight_of
+    only = data.space.objective_level
+    slo = data.space.objective.slo
+    if slo is not None:
+        valid = [stored.block for stored in data.blocks.values() if stored.block.valid]
+        only = best_level(valid, slo) or min(shares)
+    if only is not None:
+        return {level: float(level == only) for level in shares}
     if data.space.objective.maximize != "throughput":
         return shares
     slot = Slot(data.baseline.id, "screen", 0)
@@ -124,6 +134,8 @@ def score(data: StudyData, candidate_id: str) -> Score:
         return FAILED
     weight = weights(data)
     value = math.fsum(weight[level] * ratio for level, ratio in ratios.items())
+    if data.space.objective.slo is not None:
+        value = log_gain(pairs, data.blocks, data.space.objective.slo)
     constraints = {"launch": -1.0}
     guard = data.space.objective.guard
     if guard.min_speedup is not None:

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.tuner.study.toy_study import SPACE, ToyMachine, block, run, space
+from tuner.errors import UsageError
+from tuner.judge.pareto import front
+from tuner.records import Percentiles, Verdict
+from tuner.space.schema import SloSection
+from tuner.study.decide import recommendation
+from tuner.study.goodput import goodput, keeps
+from tuner.study.score import weights
+
+
+def crossing(settings, level):  # type: ignore[no-untyped-def]
+    """Depth helps one stream and harms eight."""
+    steps = settings.get("num_steps", 0)
+    return 100 * level * (1 + 0.1 * steps if level == 1 else 1.06 - 0.02 * steps if steps else 1)
+
+
+def searched(tmp_path: Path, *overrides: str):  # type: ignore[no-untyped-def]
+    of = space(SPACE, "budget.launches=100", "parameters.disable_batch_threshold.choices=[never]", *overrides)
+    return run(tmp_path, ToyMachine(speed=crossing), the_space=of)[0]
+
+
+@pytest.mark.parametrize(
+    ("objective", "steps"),
+    [
+        (("objective.maximize=latency",), 4),
+        (("objective.maximize=throughput", "objective.concurrency=8", "objective.guard.min_speedup=0.5"), 1),
+        (("objective.maximize=throughput", "objective.concurrency=1"), 4),
+        (("objective.maximize=goodput", "objective.slo={tpot_ms: 1000}"), 1),
+        (("objective.maximize=goodput", "objective.slo={tpot_ms: 8.5}"), 4),
+    ],
+)
+def test_the_objective_decides_who_wins(tmp_path: Path, objective: tuple[str, ...], steps: int) -> None:
+    found = recommendation(searched(tmp_path, *objective, "objective.guard.min_speedup=0.5"))
+    assert found.overall.winner is not None
+    assert found.overall.winner.settings["num_steps"] == steps
+    assert any("Overall means" in line for line in found.advice)
+
+
+def test_an_objective_of_one_level_gives_it_all_weight(tmp_path: Path) -> None:
+    data = searched(tmp_path, "objective.maximize=latency")
+    assert weights(data) == {1: 1.0, 8: 0.0}
+
+
+def test_pareto_names_who_is_not_dominated(tmp_path: Path) -> None:
+    data = searched(tmp_path, "objective.maximize=pareto", "objective.guard.min_speedup=0.5")
+    (line,) = [line for line in recommendation(data).advice if line.startswith("Pareto set")]
+    best = {max(data.candidates.values(), key=lambda c: crossing(c.settings, level)).id: level for level in (1, 8)}
+    for candidate in best:
+        assert candidate in line
+    assert "the baseline" not in line
+
+
+def verdict(speedup: float, half: float = 0.01) -> Verdict:
+    return Verdict("", 1, 8, speedup, speedup - half, speedup + half, 0.95, "better", None)
+
+
+def test_domination_needs_intervals_that_are_apart() -> None:
+    good, better, other = ({1: verdict(a), 8: verdict(b)} for a, b in ((1.1, 1.1), (1.105, 1.1), (0.9, 1.3)))
+    assert front({"good": good, "better": better, "other": other}) == ("good", "better", "other")
+    assert front({"good": good, "best": {1: verdict(1.2), 8: verdict(1.1)}}) == ("best",)
+    assert front({"worse": {1: verdict(0.9), 8: verdict(0.95)}}) == ("",)
+
+
+def test_goodput_is_the_most_that_keeps_the_limits() -> None:
+    slow = Percentiles(64, 900.0, 900.0, 1500.0, None)
+    blocks = [block(1, "screen", 100.0), block(8, "screen", 500.0), replace(block(32, "screen", 900.0), ttft_ms=slow)]
+    slo = SloSection(ttft_ms=1000)
+    assert [keeps(one, slo) for one in blocks] == [True, True, False]
+    assert goodput(blocks, slo) == 500.0
+    assert goodput(blocks, SloSection(ttft_ms=1)) == 50.0
+    assert math.isclose(goodput(blocks, SloSection(tpot_ms=1000, e2e_ms=1e9)), 900.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("objective.maximize=latency", "workload.concurrency=[4, 8]"), "one stream"),
+        (("objective.maximize=throughput", "objective.concurrency=5"), "not among workload.concurrency"),
+        (("objective.concurrency=8",), "no meaning with 'speedup'"),
+        (("objective.maximize=goodput",), "goodput needs objective.slo"),
+        (("objective.slo={ttft_ms: 100}",), "no meaning with 'speedup'"),
+        (("objective.maximize=goodput", "objective.slo={ttft_ms: 100, e2e_ms: 50}"), "contradict"),
+        (("objective.maximize=goodput", "objective.slo={}"), "is empty"),
+        (
+            ("objective.maximize=goodput", "objective.slo={ttft_ms: 100}", "objective.guard.ttft_p90_ms=50"),
+            "contradicts",
+        ),
+        (("objective.maximize=pareto", "workload.concurrency=[8]"), "only one"),
+        (("objective.guard.min_speedup=97",), "no setting makes"),
+        (("objective.maximize=latencyy",), "did you mean 'latency'"),
+    ],
+)
+def test_an_objective_whose_parts_contradict_is_an_error_of_the_space(overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        space(SPACE, *overrides)
