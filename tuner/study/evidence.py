@@ -45,8 +45,10 @@ def _measurement(data: StudyData, stored: StoredBlock) -> Measurement:
 def costs_of(data: StudyData, hot: frozenset[str], launch: StoredLaunch | None, *, stay: bool = False) -> Costs:
     """What a launch and the blocks of a candidate have taken so far, and what can change on the server of a launch.
 
-    With `stay` that server is all there is.
+    With `stay` that server is all there is. A launch that failed has left none.
     """
+    if launch is not None and launch.failure is not None and not stay:
+        launch = None
     starts = [each.ready_at - each.started_at for each in data.launches if each.ready_at is not None]
     blocks = [b.block.warmup_s + b.block.window_s for b in data.blocks.values() if b.role == "screen"]
     usual = Costs()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tuner.study.toy_study import SPACE, ToyMachine, block, run, space
+from tests.tuner.study.test_study_controller import run
+from tests.tuner.study.toy_study import SPACE, ToyMachine, block, space
 from tuner.errors import UsageError
 from tuner.judge.pareto import front
 from tuner.records import Percentiles, Verdict
