@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -497,9 +497,8 @@ baseline: {speculation: none, weights: bf16}
 parameters:
   speculation: {choices: [none, ngram]}
   num_steps: {low: 1, high: 8, when: speculation != 'none'}
-  ngram_min: {choices: [1, 2], when: speculation != 'none'}
   spec_version: {choices: [v1, v2], when: speculation != 'none'}
-  disable_batch_threshold: {choices: [never, 2, 8], when: speculation != 'none'}
+  disable_batch_threshold: {choices: [never, 1, 2, 8], when: speculation != 'none'}
   weights: {choices: [bf16, int8]}
   threads: {choices: [1, 2]}
 profile: full
@@ -521,71 +520,88 @@ def cells(space: Space, hot: frozenset[str]) -> list[tuple[Candidate, int]]:
     return sorted(chosen, key=lambda cell: (cell[1], cold(cell[0]), cell[0].id))
 
 
-def measure(path: Path, space: Space, most: int) -> None:
-    """Measures the cells that the file lacks, over /reconfigure where a launch is not needed."""
-    import httpx
+class Grid:
+    """Measures cells, by changing the running server where no launch is needed; every block is a line of the file."""
 
-    from tuner.engines.base import get_engine
-    from tuner.errors import LaunchFailed
-    from tuner.study.engine import illegal, launch_record
-    from tuner.study.world import Machine
+    def __init__(self, path: Path, space: Space) -> None:
+        from tuner.bench.plan import window_plan
+        from tuner.engines.base import Reconfigurable, get_engine
+        from tuner.study.world import Machine
 
-    engine = get_engine(space.kind)
-    hot = frozenset(getattr(engine, "hot", frozenset()))
-    done = {(line["candidate"], line["replicate"], line["level"]) for line in _lines(path)}
-    world = Machine(space)
-    server = None
-    up: str | None = None
-    count = 0
-    try:
-        for candidate, replicate in cells(space, hot):
-            missing = [at for at in space.workload.concurrency if (candidate.id, replicate, at) not in done]
-            if not missing or count >= most:
-                continue
-            count += 1
-            if why := illegal(space, engine, candidate):
-                _append(path, candidate, replicate, missing, {"illegal": why})
-                continue
-            record = launch_record(space, engine, candidate, host="127.0.0.1", port=0)
-            cold = repr((replicate, sorted((n, v) for n, v in candidate.settings.items() if n not in hot)))
-            try:
-                if server is None or cold != up:
-                    if server is not None:
-                        server.stop()
-                    record = launch_record(space, engine, candidate, host="127.0.0.1", port=world.free_port())
-                    base, began = record, time.time()
-                    server = world.start(record, marker={"benchmark": "search"}, log_path=path.with_suffix(".log"))
-                    server.wait_ready()
-                    print(f"launched in {time.time() - began:.1f} s", flush=True)
-                    up = cold
-                else:
-                    wanted = {n: v for n, v in record.expected.items() if n in hot}
-                    answer = httpx.post(base.base_url + "/reconfigure", json=wanted, timeout=60.0)
-                    if answer.status_code != 200:
-                        _append(path, candidate, replicate, missing, {"refused": answer.text[:300]})
-                        continue
-                for level in missing:
-                    found = world.measure(
-                        server, base, concurrency=level, role="screen", seed=replicate, on_progress=lambda _: None
-                    )
-                    block = found.block
-                    facts: dict[str, Any] = {"failure": found.failure.kind if found.failure else "none"}
-                    if block is not None:
-                        facts = {
-                            "tokens_per_s": block.tokens_per_s,
-                            "window_s": block.window_s,
-                            "accept_length": block.accept_length,
-                            "red": [gate.name for gate in block.gates if not gate.ok],
-                        }
-                    _append(path, candidate, replicate, [level], facts)
-            except LaunchFailed as error:
-                _append(path, candidate, replicate, missing, {"failure": error.failure.kind})
-                if server is not None:
-                    server.stop()
-                server, up = None, None
-    finally:
-        if server is not None:
-            server.stop()
+        engine = get_engine(space.kind)
+        assert isinstance(engine, Reconfigurable)
+        self.path, self.space, self.engine = path, space, engine
+        self.world = Machine(space)
+        self.world._plan = replace(
+            window_plan("full"), warmup_s=5.0, window_s=15.0, window_requests=2.0, window_cap_s=30.0
+        )
+        self.server: Any = None
+        self.up: Any = None
+        self.cold: Any = None
+
+    def run(self, most: int) -> None:
+        """Measures what the file lacks, at most so many cells."""
+        done = {(line["candidate"], line["replicate"], line["level"]) for line in _lines(self.path)}
+        left = [
+            (candidate, replicate, missing)
+            for candidate, replicate in cells(self.space, self.engine.hot)
+            if (missing := [at for at in self.space.workload.concurrency if (candidate.id, replicate, at) not in done])
+        ]
+        print(f"{len(left)} cells left", flush=True)
+        try:
+            for candidate, replicate, missing in left[:most]:
+                self.cell(candidate, replicate, missing)
+        finally:
+            self.stop()
+
+    def cell(self, candidate: Candidate, replicate: int, levels: Sequence[int]) -> None:
+        from tuner.errors import LaunchFailed
+        from tuner.study.engine import illegal
+
+        if why := illegal(self.space, self.engine, candidate):
+            _append(self.path, candidate, replicate, levels, {"illegal": why})
+            return
+        try:
+            self.put(candidate, replicate)
+            for level in levels:
+                found = self.world.measure(
+                    self.server, self.up, concurrency=level, role="screen", seed=replicate, on_progress=lambda _: None
+                )
+                if (block := found.block) is None:
+                    _append(self.path, candidate, replicate, [level], {"failure": found.failure.kind})
+                    continue
+                facts = {
+                    "tokens_per_s": round(block.tokens_per_s, 3),
+                    "window_s": round(block.window_s, 2),
+                    "accept_length": block.accept_length,
+                    "red": [gate.name for gate in block.gates if not gate.ok],
+                }
+                _append(self.path, candidate, replicate, [level], facts)
+        except LaunchFailed as error:
+            _append(self.path, candidate, replicate, levels, {"failure": error.failure.kind})
+            self.stop()
+
+    def put(self, candidate: Candidate, replicate: int) -> None:
+        """A server with these settings: the running one changed, or another."""
+        from tuner.study.engine import launch_record
+
+        cold = (replicate, sorted((n, v) for n, v in candidate.settings.items() if n not in self.engine.hot))
+        port = self.up.port if self.server is not None and cold == self.cold else self.world.free_port()
+        record = launch_record(self.space, self.engine, candidate, host="127.0.0.1", port=port)
+        if self.server is not None and cold == self.cold:
+            self.world.reconfigure(self.server, record, self.engine.change(record))
+            self.up = record
+            return
+        self.stop()
+        log = self.path.with_suffix(".log")
+        self.server = self.world.start(record, marker={"study": "benchmark", "launch": "1"}, log_path=log)
+        self.up, self.cold = record, cold
+        self.server.wait_ready()
+
+    def stop(self) -> None:
+        if self.server is not None:
+            self.server.stop()
+        self.server = None
 
 
 def _append(path: Path, candidate: Candidate, replicate: int, levels: Sequence[int], facts: Mapping[str, Any]) -> None:
@@ -668,7 +684,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
     if chosen.measure:
-        measure(chosen.measure, parse_space(GRID, source="grid.yaml"), chosen.cells)
+        Grid(chosen.measure, parse_space(GRID, source="grid.yaml")).run(chosen.cells)
         return
     seeds = {name: range(chosen.gp_seeds if name == "GP" else chosen.seeds) for name in STRATEGIES}
     seeds["full grid"] = range(min(chosen.seeds, 5))
