@@ -541,7 +541,12 @@ class Grid:
 
     def run(self, most: int) -> None:
         """Measures what the file lacks, at most so many cells."""
-        done = {(line["candidate"], line["replicate"], line["level"]) for line in _lines(self.path)}
+        tries: dict[tuple[str, int, int], int] = {}
+        for line in _lines(self.path):
+            key = (line["candidate"], line["replicate"], line["level"])
+            # A block that failed a gate is measured again when the command is: twice, then it has to do.
+            tries[key] = tries.get(key, 0) + (1 if line.get("red") else 3)
+        done = {key for key, count in tries.items() if count >= 3}
         left = [
             (candidate, replicate, missing)
             for candidate, replicate in cells(self.space, self.engine.hot)
@@ -625,7 +630,7 @@ def measured_table(path: Path) -> Table:
     accepts: dict[str, dict[int, float]] = {}
     for line in _lines(path):
         mine = seen.setdefault(line["candidate"], {})
-        if line.get("tokens_per_s"):
+        if line.get("tokens_per_s") and not line["red"]:
             mine.setdefault(line["level"], []).append(math.log(line["tokens_per_s"]))
         if line.get("accept_length"):
             accepts.setdefault(line["candidate"], {})[line["level"]] = line["accept_length"]
