@@ -623,20 +623,26 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+def _rate(blocks: Sequence[tuple[bool, float]]) -> float:
+    """The mean of the blocks that passed their gates; of all where none did."""
+    good = [rate for red, rate in blocks if not red] or [rate for _, rate in blocks]
+    return math.exp(statistics.fmean(good))
+
+
 def measured_table(path: Path) -> Table:
     """The table of a grid that was measured: means of the replicates; what has no figure at a level does not work."""
     space = parse_space(GRID, source="grid.yaml")
-    seen: dict[str, dict[int, list[float]]] = {}
+    seen: dict[str, dict[int, list[tuple[bool, float]]]] = {}
     accepts: dict[str, dict[int, float]] = {}
     for line in _lines(path):
         mine = seen.setdefault(line["candidate"], {})
-        if line.get("tokens_per_s") and not line["red"]:
-            mine.setdefault(line["level"], []).append(math.log(line["tokens_per_s"]))
+        if line.get("tokens_per_s"):
+            mine.setdefault(line["level"], []).append((bool(line["red"]), math.log(line["tokens_per_s"])))
         if line.get("accept_length"):
             accepts.setdefault(line["candidate"], {})[line["level"]] = line["accept_length"]
     levels = space.workload.concurrency
     rates: dict[str, list[float] | None] = {
-        i: [math.exp(statistics.fmean(at[level])) for level in levels] if all(level in at for level in levels) else None
+        i: [_rate(at[level]) for level in levels] if all(level in at for level in levels) else None
         for i, at in seen.items()
     }
     told = {i: [accepts.get(i, {}).get(level) for level in levels] for i in rates}
