@@ -127,7 +127,7 @@ def test_the_good_file_is_good():
         ("name: toy", "name: toy\nbudget: {launches: 1}", 2, "budget.launches", "only the baseline"),
         ("name: toy", "name: toy\nbudget: {launches: 0}", 2, "budget.launches", "above 0"),
         ("name: toy", "name: toy\nbudget: {hours: 0}", 2, "budget.hours", "above 0"),
-        ("name: toy", "name: toy\nobjective: {maximize: quickness}", 2, "objective.maximize", "valid: speedup,"),
+        ("name: toy", "name: toy\nobjective: {maximize: quickness}", 2, "objective.maximize", "Valid: speedup,"),
         ("name: toy", "name: toy\nobjective: {maximize: spedup}", 2, "objective.maximize", "did you mean 'speedup'?"),
         ("name: toy", "name: toy\nprofile: shrt", 2, "profile", "did you mean 'short'?"),
         ("name: toy", "name: toy\nrules: [{forbid: num_steps > 1}]", 2, "rules[0].because", "is missing"),
