@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -160,6 +161,7 @@ class Leader:
         self._processes = []
         self._pipes: list[Connection] = []
         self._told: list[Any] = []
+        self._words: dict[int, _Failed] = {}  # of ranks that have ended
         self._collective: Collective | None = None
         self._closing = False
         self._frontend = frontend
@@ -173,6 +175,7 @@ class Leader:
                 self._processes.append(process)
                 self._pipes.append(ours)
             log.info("rank 0 is process %d, %s", os.getpid(), self._others())
+            self.exchange("here")  # a process may take long to start, and then all open within the timeout
             threading.Thread(target=self._watch, name="watch of the ranks", daemon=True).start()
             self._collective = chosen.open(meeting, 0, place, config.collective_timeout_s)
             self.exchange("met")
@@ -210,7 +213,10 @@ class Leader:
         """See `Crew.explain`."""
         if not isinstance(error, CollectiveError):
             return error
-        wait([*self._pipes, *(process.sentinel for process in self._processes)], _BLAME_S)
+        # Who lost a connection may say so before the process that closed it is seen to have ended.
+        deadline = time.monotonic() + _BLAME_S
+        while not self._causes() and time.monotonic() < deadline:
+            time.sleep(0.02)
         found = self._found()
         return found if found is not None else error
 
@@ -253,21 +259,30 @@ class Leader:
         if message is None:
             raise self._found() or self._lost(rank)
         if isinstance(message, _Failed):
-            raise self._failed(rank, message)
+            self._words[rank] = message
+            raise self._found() or self._failed(rank, message)
         return message[0]
 
-    def _found(self) -> EngineError | None:
-        """Why a rank has ended, if one has: a death first, then errors, then what followed from either."""
-        found: list[tuple[int, EngineError]] = []
+    def _causes(self) -> list[EngineError]:
+        """Ends of ranks that did not follow from another's: deaths, then errors."""
+        deaths, errors = [], []
         for rank, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True), 1):
-            words: Any = None
             with contextlib.suppress(EOFError, OSError):
-                words = pipe.recv() if pipe.poll() else None
-            if isinstance(words, _Failed):
-                found.append((2 if words.consequence else 1, self._failed(rank, words)))
-            elif words is None and wait([process.sentinel], 0):
-                found.append((0, self._lost(rank)))
-        return min(found, key=lambda entry: entry[0])[1] if found else None
+                if rank not in self._words and pipe.poll() and isinstance(words := pipe.recv(), _Failed):
+                    self._words[rank] = words
+            if rank not in self._words:
+                if wait([process.sentinel], 0):
+                    deaths.append(self._lost(rank))
+            elif not self._words[rank].consequence:
+                errors.append(self._failed(rank, self._words[rank]))
+        return [*deaths, *errors]
+
+    def _found(self) -> EngineError | None:
+        """Why a rank has ended, if one has."""
+        causes = self._causes()
+        if causes:
+            return causes[0]
+        return next((self._failed(rank, words) for rank, words in self._words.items()), None)
 
     def _lost(self, rank: int) -> RankLost:
         process = self._processes[rank - 1]
@@ -306,8 +321,8 @@ class Leader:
 class Follower:
     """Another rank's side."""
 
-    def __init__(self, pipe: Connection, group: Group) -> None:
-        self.group = group
+    def __init__(self, pipe: Connection) -> None:
+        self.group = Group()  # until all have met
         self.choice: Choice | None = None
         self._pipe = pipe
 
@@ -364,8 +379,10 @@ def _run_follower(
     status = 1
     try:
         run = getattr(importlib.import_module(module), function)
+        crew = Follower(pipe)
+        crew.exchange("here")
         collective = backend(name).open(meeting, rank, place, config.collective_timeout_s)
-        crew = Follower(pipe, Group(rank, place.ranks, collective))
+        crew.group = Group(rank, place.ranks, collective)
         crew.exchange("met")
         meeting.close()
         run(config, crew)

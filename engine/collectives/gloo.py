@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.collectives.base import Collective, Place, PythonCollective
+from engine.errors import CollectiveError
 
 _HOST = "127.0.0.1"
 
@@ -61,7 +62,11 @@ class Gloo:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]
         options._timeout = timedelta(seconds=timeout_s)
-        return GlooCollective(ProcessGroupGloo(store, rank, place.ranks, options), store, rank, place.ranks, timeout_s)
+        try:
+            group = ProcessGroupGloo(store, rank, place.ranks, options)
+        except RuntimeError as error:
+            raise CollectiveError(f"rank {rank}: gloo cannot connect the {place.ranks} ranks: {error}") from error
+        return GlooCollective(group, store, rank, place.ranks, timeout_s)
 
 
 def open_store(meeting: Meeting, rank: int, ranks: int) -> Any:

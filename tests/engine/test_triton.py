@@ -1,6 +1,6 @@
 """The Triton kernels compute what their torch paths compute; here by Triton's interpreter, on a CPU.
 
-`pytest -m gpu` runs the same on an NVIDIA GPU.
+Where there is an NVIDIA GPU the same tests run on it.
 """
 
 from __future__ import annotations

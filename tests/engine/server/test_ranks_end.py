@@ -39,7 +39,7 @@ def begin(start: Callable, model: Path) -> Callable:
     def run(tp: int = 2, **more: object):
         settings = {"model": str(model), "dtype": "float32", "threads": 1, "tp": tp, "collective_timeout_s": 3}
         server = start("real", **{**settings, **more})
-        server.url  # noqa: B018 - waits until it serves
+        server.wait_for(r"listening on", 60)  # every rank loads torch
         log = server.log.read_text()
         server.ranks = [int(re.search(r"rank 0 is process (\d+)", log)[1])]
         server.ranks += [int(re.search(rf"rank {rank} process (\d+)", log)[1]) for rank in range(1, tp)]
@@ -96,7 +96,7 @@ def test_a_rank_killed_while_the_others_start_takes_the_server_down(
     start, model: Path, name: str, delay: float
 ) -> None:
     server = start("real", model=str(model), dtype="float32", threads=1, tp=2, allreduce=name)
-    pids = server.wait_for(r"rank 0 is process (\d+), rank 1 process (\d+)")
+    pids = server.wait_for(r"rank 0 is process (\d+), rank 1 process (\d+)", 60)
     server.ranks = [int(pids[1]), int(pids[2])]
     time.sleep(delay)
     os.kill(server.ranks[1], signal.SIGKILL)
