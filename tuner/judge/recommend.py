@@ -56,6 +56,8 @@ def recommend(
     usable = [p for p in pairs if blocks[p.baseline_block].block.valid and blocks[p.candidate_block].block.valid]
     confirmed = [p for p in usable if p.role == "confirm" and p.candidate_id != baseline.id]
     evidence = _weigh(confirmed, candidates, blocks, weights, composites)
+    usable = _usable(pairs, blocks)
+    evidence = _weigh(_confirmed(usable, baseline), candidates, blocks, weights)
     levels = sorted(weights)
     per_level = tuple(_choose_at(level, evidence, blocks) for level in levels)
     if evidence:
@@ -75,6 +77,28 @@ def recommend(
         simulated=simulated,
         advice=tuple(_advice(profile, simulated, evidence, blocks, overall, per_level)),
     )
+
+
+def confirmed_verdicts(
+    *,
+    baseline: Candidate,
+    candidates: Mapping[str, Candidate],
+    blocks: Mapping[int, StoredBlock],
+    pairs: Sequence[Pair],
+    weights: Mapping[int, float],
+) -> tuple[Verdict, ...]:
+    """What `recommend` weighs, all of it: every finalist at every level and overall, at the confidences used there."""
+    pairs = sorted(pairs, key=lambda p: (p.candidate_id, p.concurrency, p.role, p.index))
+    evidence = _weigh(_confirmed(_usable(pairs, blocks), baseline), candidates, blocks, weights)
+    return tuple(found for one in evidence for found in one.verdicts.values())
+
+
+def _usable(pairs: Sequence[Pair], blocks: Mapping[int, StoredBlock]) -> list[Pair]:
+    return [p for p in pairs if blocks[p.baseline_block].block.valid and blocks[p.candidate_block].block.valid]
+
+
+def _confirmed(pairs: Sequence[Pair], baseline: Candidate) -> list[Pair]:
+    return [p for p in pairs if p.role == "confirm" and p.candidate_id != baseline.id]
 
 
 def _weigh(

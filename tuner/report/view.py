@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
 from tuner.records import Block, Failure, Recommendation, Role, Setting, Verdict
+from tuner.report import evidence as ev
+from tuner.report.importance import Effect, Importance, effects, importances
 from tuner.study.data import Confirmation, StudyData
 from tuner.study.decide import recommendation, verdicts_of
 from tuner.study.planner import launches_used, policy_of
 from tuner.study.score import weights
+
+Predict = Callable[[Mapping[str, Setting], int], float | None]
+"""Settings and level → the change of throughput that a model of speculation expects (a ratio); None: it cannot say."""
 
 Standing = Literal["baseline", "winner", "finalist", "screened", "failed", "ruled out", "not measured"]
 
@@ -129,11 +134,33 @@ class StudyView:
     window_s: float | None
     warmup_s: float | None
     rules: tuple[tuple[str, str], ...]
+    baseline_id: str
+    shown: tuple[str, ...]
+    evidence: tuple[ev.Evidence, ...]
+    latencies: tuple[ev.LatencyChange, ...]
+    acceptance: tuple[ev.Acceptance, ...]
+    round_times: tuple[ev.RoundTime, ...]
+    importances: tuple[Importance, ...]
+    effects: tuple[Effect, ...]
+    untried: Mapping[str, tuple[Setting, ...]]
+    """Setting → values that no measured candidate has; only of settings with a list of values."""
+    ranges: Mapping[str, tuple[float, float]]
+    """Setting → lowest and highest value, of settings with a range."""
+    predicted: Mapping[str, Mapping[int, float]]
+    """Candidate of `shown` → level → what a model expects; empty without one."""
+
+    def candidate(self, candidate_id: str) -> CandidateView:
+        """A candidate by its id."""
+        return next(candidate for candidate in self.candidates if candidate.id == candidate_id)
 
 
-def study_view(data: StudyData) -> StudyView:
-    """The view of a study at any moment, also while it runs, and when everything in it has failed."""
+def study_view(data: StudyData, predict: Predict | None = None) -> StudyView:
+    """The view of a study at any moment, also while it runs, and when everything in it has failed.
+
+    With `predict` a model's expectation stands beside what was measured.
+    """
     found = recommendation(data)
+    shown = ev.shown(data, found)
     verdicts = {(v.candidate_id, v.concurrency): v for v in (*data.verdicts, *verdicts_of(found))}
     candidates = [_candidate(data, found, verdicts, candidate_id) for candidate_id in data.candidates]
     valid = [stored.block for stored in data.blocks.values() if stored.block.valid]
@@ -171,7 +198,35 @@ def study_view(data: StudyData) -> StudyView:
         window_s=median(block.window_s for block in valid) if valid else None,
         warmup_s=median(block.warmup_s for block in valid) if valid else None,
         rules=tuple((rule.forbid.text, rule.because) for rule in data.space.rules),
+        baseline_id=data.baseline.id,
+        shown=shown,
+        evidence=ev.evidence(data),
+        latencies=ev.latencies(data, shown),
+        acceptance=ev.acceptance(data, shown),
+        round_times=ev.round_times(data, shown),
+        importances=importances(data),
+        effects=effects(data),
+        untried=_untried(data),
+        ranges={p.name: p.ends for p in data.space.parameters if p.choices is None},
+        predicted=_predicted(data, shown, predict) if predict else {},
     )
+
+
+def _untried(data: StudyData) -> dict[str, tuple[Setting, ...]]:
+    measured = [data.settings_of(candidate) for candidate in {s.candidate_id for s in data.blocks.values()}]
+    found = {}
+    for parameter in data.space.parameters:
+        seen = [settings.get(parameter.name) for settings in measured]
+        found[parameter.name] = tuple(value for value in parameter.domain or () if value not in seen)
+    return {name: values for name, values in found.items() if values}
+
+
+def _predicted(data: StudyData, shown: Sequence[str], predict: Predict) -> dict[str, dict[int, float]]:
+    found = {}
+    for candidate_id in shown:
+        told = {level: predict(data.settings_of(candidate_id), level) for level in sorted(data.levels)}
+        found[candidate_id] = {level: ratio for level, ratio in told.items() if ratio is not None}
+    return {candidate_id: ratios for candidate_id, ratios in found.items() if ratios}
 
 
 def _order(candidate: CandidateView) -> tuple[bool, bool, bool, float, str]:

@@ -9,6 +9,8 @@ from statistics import median
 from tuner.judge.pareto import front
 from tuner.judge.recommend import recommend
 from tuner.judge.verdict import verdict
+from tuner.judge.recommend import confirmed_verdicts as judged
+from tuner.judge.recommend import recommend
 from tuner.records import Choice, Pair, Recommendation, Verdict
 from tuner.study.data import StudyData
 from tuner.study.goodput import composites
@@ -26,23 +28,13 @@ def recommendation(data: StudyData) -> Recommendation:
     """
     dropped = disqualified(data, policy_of(data))
     slow = _too_slow_to_answer(data)
-    lossy = refused(data)
     guard = data.space.objective.guard
     found = recommend(
         study=data.name,
         baseline=data.baseline,
         candidates=data.candidates,
         blocks=data.blocks,
-        pairs=[
-            pair
-            for pair in data.pairs
-            if pair.role == "screen"
-            or not (
-                pair.candidate_id in dropped
-                or pair.candidate_id in lossy
-                or (pair.candidate_id, pair.concurrency) in slow
-            )
-        ],
+        pairs=_eligible(data),
         weights=weights(data),
         profile=data.space.profile,
         simulated=data.simulated,
@@ -87,6 +79,26 @@ def _pareto_note(data: StudyData) -> str:
     found = front({c: {at: verdict(c, at, some) for at, some in levels.items()} for c, levels in ratios.items()})
     named = [one or "the baseline" for one in found]
     return f"Pareto set over the levels, as far as pairs tell: {', '.join(named)}."
+def confirmed_verdicts(data: StudyData) -> tuple[Verdict, ...]:
+    """Every finalist at every level and overall, as the recommendation weighs them; its choices are among these."""
+    return judged(
+        baseline=data.baseline,
+        candidates=data.candidates,
+        blocks=data.blocks,
+        pairs=_eligible(data),
+        weights=weights(data),
+    )
+
+
+def _eligible(data: StudyData) -> list[Pair]:
+    """The pairs without those of confirmations that cannot win."""
+    out = disqualified(data, policy_of(data)) | refused(data).keys()
+    slow = _too_slow_to_answer(data)
+    return [
+        pair
+        for pair in data.pairs
+        if pair.role == "screen" or not (pair.candidate_id in out or (pair.candidate_id, pair.concurrency) in slow)
+    ]
 
 
 def _too_slow_to_answer(data: StudyData) -> dict[tuple[str, int], float]:

@@ -1,0 +1,1 @@
+"""The sections of a report, each from the view alone: a question and its answer."""
