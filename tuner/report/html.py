@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from tuner.report.document import Document, Line, Table, plain, printable
+from tuner.report.document import Bars, Chart, Curves, Document, Forest, Line, Table, plain, printable
 from tuner.report.markdown import excerpt
 from tuner.report.svg import NARROW, WIDE, draw
 
@@ -18,6 +18,23 @@ from tuner.report.svg import NARROW, WIDE, draw
 def html(document: Document) -> str:
     """The page. Whatever the document's text holds, none of it is markup."""
     return printable(_environment().get_template("report.html.j2").render(document=document))
+
+
+class Picture:
+    """A chart for a notebook, which shows what `_repr_html_` returns."""
+
+    def __init__(self, chart: Chart) -> None:
+        self.chart = chart
+
+    def _repr_html_(self) -> str:
+        title = escape(self.chart.title)
+        return printable(f"<style>{_file('charts.css')}</style><p><b>{title}</b></p>{draw(self.chart, WIDE)}")
+
+
+def pictures(document: Document, title: str) -> list[Picture]:
+    """The charts of the section of this title."""
+    blocks = [block for section in document.sections if section.title == title for block in section.blocks]
+    return [Picture(block) for block in blocks if isinstance(block, (Forest, Curves, Bars))]
 
 
 @cache
@@ -35,7 +52,7 @@ def _file(name: str) -> str:
 
 
 def _style() -> Markup:
-    return Markup(_file("report.css"))
+    return Markup(_file("charts.css") + _file("report.css"))
 
 
 def _picture(width: int) -> Any:

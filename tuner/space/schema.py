@@ -65,6 +65,7 @@ def _at_most(limit: float) -> AfterValidator:
             raise ValueError(f"must be at most {limit:g}, not {value:g}")
         return value
 
+    check.limit = limit  # type: ignore[attr-defined]  # read by the reference of the space file
     return AfterValidator(check)
 
 
