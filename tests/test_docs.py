@@ -29,6 +29,11 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 RUN_BY_THEIR_OWN_TEST = {"deploying.md": "tests/test_docs_deploying.py"}
 
 SIMULATED = ["--set", "engine.kind=simulated", "--set", "simulation.clock=virtual"]
+EXTRA = {
+    ("run", "quickstart.yaml"): SIMULATED,
+    ("check", "quickstart.yaml"): SIMULATED,
+    ("run", "pcie_blackwell.yaml"): ["--launches", "22", "--candidates", "5"],
+}
 NOT_RUN = {
     "tuner calibrate --space quickstart.yaml": "launches servers for minutes",
     "tuner check my-server.yaml": "the space of the text, which has a test of its own",
@@ -133,9 +138,7 @@ def test_the_guides_commands_do_what_the_guide_says(tmp_path: Path, monkeypatch:
             continue
         program, *words = shlex.split(command)
         assert program == "tuner", f"neither run nor in NOT_RUN: {command}"
-        space = words[-1] if words[0] in ("run", "check") else ""
-        extra = SIMULATED if space == "quickstart.yaml" else []
-        extra = ["--allow-simulated"] if words[0] == "export" else extra
+        extra = EXTRA.get((words[0], words[-1]), ["--allow-simulated"] if words[0] == "export" else [])
         done = CliRunner().invoke(app, [*words, *extra])
         assert done.exit_code == 0, f"{command}: {done.output}"
     assert (tmp_path / "quickstart.html").read_text().startswith("<!doctype html>")

@@ -149,7 +149,7 @@ def _models(kind: Any, suffix: str = "") -> Iterator[tuple[type[BaseModel], str]
         yield kind, suffix
     for inner in get_args(kind):
         if not isinstance(inner, str):
-            yield from _models(inner, {dict: ".NAME", list: "[]"}.get(get_origin(kind), suffix))  # type: ignore[call-overload]
+            yield from _models(inner, {dict: ".NAME", list: "[]"}.get(get_origin(kind), suffix))
 
 
 def _row(path: str, name: str, field: FieldInfo) -> str:
