@@ -26,7 +26,6 @@ from tuner.space import reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-RUN_BY_THEIR_OWN_TEST = {"deploying.md": "tests/test_docs_deploying.py"}
 
 SIMULATED = ["--set", "engine.kind=simulated", "--set", "simulation.clock=virtual"]
 EXTRA = {
