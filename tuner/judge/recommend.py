@@ -53,11 +53,8 @@ def recommend(
     than the weighted mean over the levels.
     """
     pairs = sorted(pairs, key=lambda p: (p.candidate_id, p.concurrency, p.role, p.index))
-    usable = [p for p in pairs if blocks[p.baseline_block].block.valid and blocks[p.candidate_block].block.valid]
-    confirmed = [p for p in usable if p.role == "confirm" and p.candidate_id != baseline.id]
-    evidence = _weigh(confirmed, candidates, blocks, weights, composites)
     usable = _usable(pairs, blocks)
-    evidence = _weigh(_confirmed(usable, baseline), candidates, blocks, weights)
+    evidence = _weigh(_confirmed(usable, baseline), candidates, blocks, weights, composites)
     levels = sorted(weights)
     per_level = tuple(_choose_at(level, evidence, blocks) for level in levels)
     if evidence:
@@ -86,10 +83,11 @@ def confirmed_verdicts(
     blocks: Mapping[int, StoredBlock],
     pairs: Sequence[Pair],
     weights: Mapping[int, float],
+    composites: Callable[[Sequence[Pair]], list[float]] | None = None,
 ) -> tuple[Verdict, ...]:
     """What `recommend` weighs, all of it: every finalist at every level and overall, at the confidences used there."""
     pairs = sorted(pairs, key=lambda p: (p.candidate_id, p.concurrency, p.role, p.index))
-    evidence = _weigh(_confirmed(_usable(pairs, blocks), baseline), candidates, blocks, weights)
+    evidence = _weigh(_confirmed(_usable(pairs, blocks), baseline), candidates, blocks, weights, composites)
     return tuple(found for one in evidence for found in one.verdicts.values())
 
 

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from tuner.judge.intervals import ALPHA, MIN_PAIRS, t_interval
-from tuner.judge.verdict import overall_log_ratios
 from tuner.records import Block, Pair, Recommendation, StoredBlock, Verdict
 from tuner.study.data import StudyData
-from tuner.study.decide import confirmed_verdicts
-from tuner.study.score import weights
+from tuner.study.decide import confirmed_verdicts, overall_ratios
 
 MOST_SHOWN = 3
 """Candidates that latencies, acceptance and time are told of, beside the baseline."""
@@ -101,7 +99,7 @@ def evidence(data: StudyData) -> tuple[Evidence, ...]:
     found = []
     for finalist in finalists:
         pairs = _pairs(data, finalist)
-        overall = overall_log_ratios(pairs, weights(data)) if len(data.levels) > 1 else []
+        overall = overall_ratios(data, pairs) if len(data.levels) > 1 else []
         by_level = {level: [p.log_ratio for p in pairs if p.concurrency == level] for level in sorted(data.levels)}
         for level, logs in [(None, overall), *by_level.items()]:
             if logs:

@@ -7,10 +7,9 @@ from dataclasses import replace
 from statistics import median
 
 from tuner.judge.pareto import front
-from tuner.judge.recommend import recommend
-from tuner.judge.verdict import verdict
 from tuner.judge.recommend import confirmed_verdicts as judged
 from tuner.judge.recommend import recommend
+from tuner.judge.verdict import overall_log_ratios, verdict
 from tuner.records import Choice, Pair, Recommendation, Verdict
 from tuner.study.data import StudyData
 from tuner.study.goodput import composites
@@ -79,6 +78,14 @@ def _pareto_note(data: StudyData) -> str:
     found = front({c: {at: verdict(c, at, some) for at, some in levels.items()} for c, levels in ratios.items()})
     named = [one or "the baseline" for one in found]
     return f"Pareto set over the levels, as far as pairs tell: {', '.join(named)}."
+
+
+def overall_ratios(data: StudyData, pairs: Sequence[Pair]) -> list[float]:
+    """What one candidate's pairs come to over all levels, as the objective has it: a log ratio per launch."""
+    together = _composites(data)
+    return together(pairs) if together is not None else overall_log_ratios(pairs, weights(data))
+
+
 def confirmed_verdicts(data: StudyData) -> tuple[Verdict, ...]:
     """Every finalist at every level and overall, as the recommendation weighs them; its choices are among these."""
     return judged(
@@ -87,6 +94,7 @@ def confirmed_verdicts(data: StudyData) -> tuple[Verdict, ...]:
         blocks=data.blocks,
         pairs=_eligible(data),
         weights=weights(data),
+        composites=_composites(data),
     )
 
 
