@@ -22,6 +22,7 @@ def command(
     from contextlib import closing
 
     from tuner.export.pack import pack
+    from tuner.report.content import report
     from tuner.report.markdown import markdown
     from tuner.report.view import study_view
     from tuner.study.names import check_name, study_folder
@@ -30,5 +31,5 @@ def command(
     with closing(open_study(check_name(study), storage)) as store:
         data = store.data()
         path = output or Path(f"{data.name}.tar.gz")
-        names = pack(store, data, study_folder(data.name), path, markdown(study_view(data)))
+        names = pack(store, data, study_folder(data.name), path, markdown(report(study_view(data))))
     say(f"{path}: {len(names)} files ({', '.join(name for name in names if '/' not in name)} and logs)")
