@@ -25,8 +25,8 @@ class _OutputLost(TunerError):
 
     def __init__(self, error: OSError) -> None:
         super().__init__(
-            f"standard output cannot be written: {error.strerror or error}. Nothing else is lost: direct it elsewhere "
-            "and run it again"
+            f"standard output cannot be written: {error.strerror or error}. What was to stand there is lost, and "
+            "nothing else: direct it elsewhere and run it again"
         )
 
 
