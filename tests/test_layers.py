@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
             "search",
         },
         "export": {"records", "errors", "files", "secrets", "ask", "space", "engines", "launch", "judge", "study"},
-        "report": {"records", "errors", "judge", "study"},
+        "report": {"records", "errors", "judge", "search", "study"},
         "cli": {
             "records",
             "errors",

@@ -146,12 +146,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """One series. `firm`: from a confirmation. `predicted`: from a model, drawn without points."""
+    """One series. `firm`: from a confirmation. `predicted`: from a model, drawn without points. Series of one number
+    share a colour; without one it is the place among the curves."""
 
     name: str
     points: tuple[Point, ...]
     firm: bool = True
     predicted: bool = False
+    series: int | None = None
 
 
 @dataclass(frozen=True)

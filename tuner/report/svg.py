@@ -177,8 +177,9 @@ def _curves(chart: Curves, width: int) -> str:
     drawing.text((left + width - EDGE) / 2, bottom + 36, chart.x_name, "tick", anchor="middle")
     for i, curve in enumerate(chart.curves):
         shift = (i - (len(chart.curves) - 1) / 2) * 5
-        _legend(drawing, curve, i, width)
-        _curve(drawing, chart, curve, i, lambda v, s=shift: over(across(v)) + s, y)  # type: ignore[misc]
+        series = i if curve.series is None else curve.series
+        _legend(drawing, curve, i, series, width)
+        _curve(drawing, chart, curve, series, lambda v, s=shift: over(across(v)) + s, y)  # type: ignore[misc]
     return drawing.svg(bottom + 44, _label(chart))
 
 
@@ -216,8 +217,8 @@ def _shape(drawing: Drawing, i: int, x: float, y: float, hint: str, firm: bool) 
     drawing.add("polygon", None, hint, points=" ".join(f"{_plain(a)},{_plain(b)}" for a, b in corners), cls=cls)
 
 
-def _legend(drawing: Drawing, curve: Curve, i: int, width: int) -> None:
-    y = 14 + 20 * i
+def _legend(drawing: Drawing, curve: Curve, row: int, i: int, width: int) -> None:
+    y = 14 + 20 * row
     dashed = " dashed" if curve.predicted or not curve.firm else ""
     drawing.add("line", x1=EDGE, x2=EDGE + 26, y1=y - 4, y2=y - 4, cls=f"curve c{i % SERIES}{dashed}")
     if not curve.predicted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
@@ -11,13 +11,11 @@ from typing import Any, Literal
 from tuner.records import Block, Failure, Recommendation, Role, Setting, Verdict
 from tuner.report import evidence as ev
 from tuner.report.importance import Effect, Importance, effects, importances
+from tuner.report.model import Expected, expected
 from tuner.study.data import Confirmation, StudyData
 from tuner.study.decide import recommendation, verdicts_of
 from tuner.study.planner import launches_used, policy_of
 from tuner.study.score import weights
-
-Predict = Callable[[Mapping[str, Setting], int], float | None]
-"""Settings and level → the change of throughput that a model of speculation expects (a ratio); None: it cannot say."""
 
 Standing = Literal["baseline", "winner", "finalist", "screened", "failed", "ruled out", "not measured"]
 
@@ -146,19 +144,16 @@ class StudyView:
     """Setting → values that no measured candidate has; only of settings with a list of values."""
     ranges: Mapping[str, tuple[float, float]]
     """Setting → lowest and highest value, of settings with a range."""
-    predicted: Mapping[str, Mapping[int, float]]
-    """Candidate of `shown` → level → what a model expects; empty without one."""
+    predicted: Mapping[str, tuple[Expected, ...]]
+    """Candidate of `shown` → what the search's model expects, at the levels and between them."""
 
     def candidate(self, candidate_id: str) -> CandidateView:
         """A candidate by its id."""
         return next(candidate for candidate in self.candidates if candidate.id == candidate_id)
 
 
-def study_view(data: StudyData, predict: Predict | None = None) -> StudyView:
-    """The view of a study at any moment, also while it runs, and when everything in it has failed.
-
-    With `predict` a model's expectation stands beside what was measured.
-    """
+def study_view(data: StudyData) -> StudyView:
+    """The view of a study at any moment, also while it runs, and when everything in it has failed."""
     found = recommendation(data)
     shown = ev.shown(data, found)
     verdicts = {(v.candidate_id, v.concurrency): v for v in (*data.verdicts, *verdicts_of(found))}
@@ -208,7 +203,7 @@ def study_view(data: StudyData, predict: Predict | None = None) -> StudyView:
         effects=effects(data),
         untried=_untried(data),
         ranges={p.name: p.ends for p in data.space.parameters if p.choices is None},
-        predicted=_predicted(data, shown, predict) if predict else {},
+        predicted=expected(data, shown),
     )
 
 
@@ -219,14 +214,6 @@ def _untried(data: StudyData) -> dict[str, tuple[Setting, ...]]:
         seen = [settings.get(parameter.name) for settings in measured]
         found[parameter.name] = tuple(value for value in parameter.domain or () if value not in seen)
     return {name: values for name, values in found.items() if values}
-
-
-def _predicted(data: StudyData, shown: Sequence[str], predict: Predict) -> dict[str, dict[int, float]]:
-    found = {}
-    for candidate_id in shown:
-        told = {level: predict(data.settings_of(candidate_id), level) for level in sorted(data.levels)}
-        found[candidate_id] = {level: ratio for level, ratio in told.items() if ratio is not None}
-    return {candidate_id: ratios for candidate_id, ratios in found.items() if ratios}
 
 
 def _order(candidate: CandidateView) -> tuple[bool, bool, bool, float, str]:

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from report_studies import reference, toy
+from toy_study import study
 from typer.testing import CliRunner
 
 from tuner.cli.app import app
+from tuner.judge.recommend import percent
 from tuner.records import Failure
 from tuner.report.content import SIMULATED, report
 from tuner.report.document import (
@@ -101,9 +103,9 @@ def view() -> StudyView:
     return study_view(reference())
 
 
-@pytest.mark.parametrize("study", [reference, toy])
-def test_page_and_markdown_say_the_same_figures(study: Any) -> None:
-    document = report(study_view(study()))
+@pytest.mark.parametrize("of", [reference, toy])
+def test_page_and_markdown_say_the_same_figures(of: Any) -> None:
+    document = report(study_view(of()))
     assert squeezed(Page(html(document)).cells) == squeezed(cells_of_markdown(markdown(document)))
 
 
@@ -160,11 +162,22 @@ def test_a_simulated_study_says_so_before_anything_else(view: StudyView) -> None
 
 
 def test_a_models_curve_stands_beside_the_measured_points() -> None:
-    view = study_view(reference(), predict=lambda settings, level: 1.25 if level == 1 else None)
-    assert view.predicted == {candidate: {1: 1.25} for candidate in view.shown}
-    assert "The model expects" in markdown(report(view))
-    assert "25.0 %" in markdown(report(view))
+    view = study_view(reference())
+    assert set(view.predicted) == set(view.shown)
+    (expected,) = view.predicted.values()
+    assert [each.concurrency for each in expected] == [1, 3, 8], "the levels, and one between"
+    assert all(each.low < each.ratio < each.high for each in expected)
+    wide = [each.high / each.low for each in expected]
+    assert wide[1] > max(wide[0], wide[2]), "it is least sure where nothing was measured"
+    text = markdown(report(view))
+    assert f"{percent(expected[0].ratio)} (95 % interval {percent(expected[0].low)}" in text
     assert "model of" in html(report(view))
+
+
+def test_without_enough_measured_there_is_no_model(tmp_path: Path) -> None:
+    view = study_view(study(tmp_path).data())
+    assert view.predicted == {}
+    assert "The model expects" not in markdown(report(view))
 
 
 TEXT = st.text(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from tuner.judge.recommend import percent
 from tuner.judge.text import settings_line, verdict_phrase
 from tuner.records import Choice
 from tuner.report.document import (
+    NONE,
     Block,
     Curve,
     Curves,
@@ -20,10 +22,18 @@ from tuner.report.document import (
     section,
     table,
 )
+from tuner.report.model import Expected
+from tuner.report.sections.leaderboard import change_phrase
 from tuner.report.view import CandidateView, StudyView
 from tuner.report.words import count, labels, number
 
 MOST_CURVES = 4
+
+_MODEL = (
+    "The model is the search's: a formula of what a step costs and what drafts yield, with a process for what it does "
+    "not explain, after every valid block of the study. It fills in between the levels, and decides nothing. Its "
+    "intervals take blocks to be as alike as on a quiet machine: where it is far from confirmed points, trust those."
+)
 
 
 def decision(view: StudyView) -> Section:
@@ -43,6 +53,8 @@ def decision(view: StudyView) -> Section:
         curves = _curves(view)
         if curves is not None:
             blocks += [Heading(line("At which load?")), Paragraph(line(_where(view))), curves, _by_load(view)]
+            if view.predicted:
+                blocks.append(Paragraph(line(_MODEL), "note"))
     return section("Decision", "Is speculation worth it here?", blocks)
 
 
@@ -104,8 +116,9 @@ def of_interest(view: StudyView) -> list[CandidateView]:
 
 def _curves(view: StudyView) -> Curves | None:
     names = labels({c.id: c.settings for c in view.candidates}, view.baseline_id)
-    curves = []
-    for candidate in of_interest(view):
+    curves: list[Curve] = []
+    models: list[Curve] = []
+    for i, candidate in enumerate(of_interest(view)):
         points = []
         for row in candidate.rows:
             if row.change is not None:
@@ -113,25 +126,31 @@ def _curves(view: StudyView) -> Curves | None:
                 points.append(Point(row.concurrency, row.change, low, high))
         firm = all(row.role == "confirm" for row in candidate.rows)
         if points:
-            curves.append(Curve(names[candidate.id], tuple(points), firm))
+            curves.append(Curve(names[candidate.id], tuple(points), firm, series=i))
         if candidate.id in view.predicted:
-            told = tuple(Point(level, ratio) for level, ratio in view.predicted[candidate.id].items())
-            curves.append(Curve(f"model of {names[candidate.id]}", told, predicted=True))
-    return (
-        Curves("Change of throughput by concurrent requests", "concurrent requests", tuple(curves)) if curves else None
-    )
+            told = tuple(Point(e.concurrency, e.ratio, e.low, e.high) for e in view.predicted[candidate.id])
+            models.append(Curve(f"model of {names[candidate.id]}", told, predicted=True, series=i))
+    if not curves:
+        return None
+    return Curves("Change of throughput by concurrent requests", "concurrent requests", (*curves, *models))
 
 
 def _by_load(view: StudyView) -> Block:
-    from tuner.report.sections.leaderboard import change_phrase
-
+    """The points of the chart. Between the measured levels there is only what the model expects."""
     rows = []
     for candidate in of_interest(view):
-        for i, row in enumerate(candidate.rows):
-            cells = [code(candidate.id) if i == 0 else "", str(row.concurrency), change_phrase(candidate, row)]
+        measured = {row.concurrency: change_phrase(candidate, row) for row in candidate.rows}
+        told = {each.concurrency: each for each in view.predicted.get(candidate.id, ())}
+        for i, level in enumerate(sorted({*measured, *told})):
+            cells = [code(candidate.id) if i == 0 else "", str(level), measured.get(level, "not measured")]
             if view.predicted:
-                ratio = view.predicted.get(candidate.id, {}).get(row.concurrency)
-                cells.append(number(100 * (ratio - 1)) + " %" if ratio is not None else "–")
+                cells.append(_expected(told.get(level)))
             rows.append(cells)
     head = ["Candidate", "C", "Change of throughput", *(["The model expects"] if view.predicted else [])]
-    return table(head, rows, "lrlr" if view.predicted else "lrl", "The points of the chart.")
+    return table(head, rows, "lrll" if view.predicted else "lrl", "The points of the chart.")
+
+
+def _expected(found: Expected | None) -> str:
+    if found is None:
+        return NONE
+    return f"{percent(found.ratio)} (95 % interval {percent(found.low)} to {percent(found.high)})"
