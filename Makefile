@@ -13,10 +13,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 run: $(READY) ## tune the bundled engine on this machine, then print the report and export the decision
 	$(BIN)/tuner run quickstart.yaml
-	$(BIN)/tuner report quickstart --output studies/quickstart/report.md
+	$(BIN)/tuner report quickstart --output studies/quickstart/report.md --html studies/quickstart/report.html
 	$(BIN)/tuner export quickstart --format shell --output studies/quickstart/export
 	@echo
-	@echo "Report:    studies/quickstart/report.md"
+	@echo "Report:    studies/quickstart/report.html (and report.md, the record to keep)"
 	@echo "Artefact:  studies/quickstart/export/run.sh"
 
 # Tests that measure time have the machine to themselves; the others run side by side.
