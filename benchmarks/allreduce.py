@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
+    before = os.getloadavg()[0]
     levels = []
     for ranks in map(int, given.ranks.split(",")):
         times = measure(ranks, given.repeats, given.between, getattr(torch, given.dtype))
@@ -52,7 +53,13 @@ def main() -> None:
             }
             levels.append(level)
             print(json.dumps(level), flush=True)
-    result = {"cores": len(os.sched_getaffinity(0)), "dtype": given.dtype, "repeats": given.repeats, "levels": levels}
+    result = {
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average_before_and_after": [round(before, 1), round(os.getloadavg()[0], 1)],
+        "dtype": given.dtype,
+        "repeats": given.repeats,
+        "levels": levels,
+    }
     if given.output:
         given.output.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -26,8 +26,9 @@ from engine.ops.native import NativeUnavailable, library
 
 SLOT_BYTES = 4 * 2**20
 """Of data that a rank shows at a time, twice; only touched pages take memory."""
-_SPINS = 2000
-"""Looks at a peer before the core is offered to others: some tens of microseconds."""
+_SPINS = 200
+"""Looks at a peer before the core is offered to others: some microseconds. A server's machine always has other work
+(its frontend, its clients); beside some, 2000 looks made a decode step's sum take several times as long."""
 _OPERATIONS = ("all_reduce", "all_gather", "broadcast")
 _LOST, _DISAGREE = 2, 3  # see Failure in ops/shared.hpp; what is left is a timeout
 MOST_RANKS = 64
