@@ -17,16 +17,16 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from engine.collectives.base import Choice, Collective, Group, Place, backend, choose
 from engine.config import EngineConfig
-from engine.errors import CollectiveError, EngineError, RankLost
+from engine.errors import CollectiveError, CollectiveTimeout, EngineError, RankLost
 from engine.ipc.lifetime import die_with
-from engine.ipc.messages import Fatal
+from engine.ipc.messages import Ask, Fatal
 from engine.logs import configure_logging
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Crew(Protocol):
         ...
 
     def tell(self, message: Any) -> None:
-        """From rank 0: let the others do this as well, before the next `Step` or at once when it is one."""
+        """From rank 0: let the others do this too, before the next `Step`, or at once if it is one or a question."""
         ...
 
     def await_message(self, connection: Connection) -> None:
@@ -199,11 +199,12 @@ class Leader:
     def tell(self, message: Any) -> None:
         """See `Crew.tell`."""
         self._told.append(message)
-        if isinstance(message, Step):
+        if isinstance(message, Step | Ask):
             self._flush()
 
     def await_message(self, connection: Connection) -> None:
         """See `Crew.await_message`."""
+        self._flush()  # or others would not know that there is nothing left to do
         while connection not in wait([connection, *self._pipes, *(p.sentinel for p in self._processes)]):
             found = self._found()
             if found is not None:
@@ -348,9 +349,18 @@ class Follower:
     def close(self) -> None:
         """See `Crew.close`. Rank 0 does that."""
 
-    def messages(self) -> Iterator[Any]:
-        """What rank 0 tells, until it says stop."""
+    def messages(self, busy: Callable[[], bool], timeout_s: float) -> Iterator[Any]:
+        """What rank 0 tells, until it says stop. While there is something to do, it must say so within `timeout_s`.
+
+        Raises:
+            CollectiveTimeout: it does not.
+        """
         while True:
+            if busy() and not self._pipe.poll(timeout_s):
+                rank, ranks = self.group.rank, self.group.ranks
+                raise CollectiveTimeout(
+                    f"rank {rank} of {ranks}: rank 0 has not begun a round for {timeout_s:g} s while requests run"
+                )
             told: Sequence[Any] = self._pipe.recv()
             for message in told:
                 if isinstance(message, _Stop):

@@ -60,7 +60,7 @@ def follow(config: EngineConfig, crew: Follower) -> None:
     """What a rank other than 0 does: the same as rank 0, as that tells it."""
     core = build(config, crew)
     warm_up(core)
-    for message in crew.messages():
+    for message in crew.messages(lambda: core.scheduler.busy, config.collective_timeout_s):
         if isinstance(message, Step):
             core.scheduler.step()
             if not core.scheduler.busy:
