@@ -27,6 +27,7 @@ COMMANDS = {
     "pack": "pack",
     "bench": "bench",
     "check": "check",
+    "plan": "plan",
     "calibrate": "calibrate",
     "doctor": "doctor",
 }

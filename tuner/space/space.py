@@ -195,6 +195,15 @@ class Space:
                 return f"{rule.because} (rule: {rule.forbid.text})"
         return None
 
+    def combinations(self, limit: int = MAX_COMBINATIONS) -> list[Listed] | None:
+        """Every combination of values with the candidate that it makes, whatever rules say; None beyond `limit`."""
+        found: list[Listed] = []
+        for values in self._combinations(0, {}):
+            if values is None or len(found) >= limit:
+                return None
+            found.append(Listed(Candidate(self._canonical(values)), values))
+        return found
+
     def listed(self, limit: int = MAX_COMBINATIONS) -> dict[str, Listed] | None:
         """Every distinct candidate that no rule forbids, by id; None when they cannot be listed within `limit`.
 

@@ -17,10 +17,12 @@ from tuner.judge.quality import Answers
 from tuner.launch.kinds import failure as kind_failure
 from tuner.records import Block, Candidate, Failure, LaunchRecord
 from tuner.space import Listed
+from tuner.study.crash_regions import Evidence, evidence, most_crashes
 from tuner.study.crashes import CrashMemory
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData
 from tuner.study.database import finite, storage_problem
 from tuner.study.decide import recommendation, verdicts_of
+from tuner.study.effect import Effects
 from tuner.study.engine import (
     StudyEngine,
     hot_settings,
@@ -191,6 +193,10 @@ class Controller:
         )
 
     @cached_property
+    def _effects(self) -> Effects:
+        return Effects(self.store.data().space, self.engine)
+
+    @cached_property
     def _hot(self) -> frozenset[str]:
         return hot_settings(self.engine)
 
@@ -241,9 +247,20 @@ class Controller:
         return Proposer(space, data.seed, self._universe, lambda one: illegal(space, self.engine, one) is None)
 
     def _exhausted(self, data: StudyData, within: int | None = None) -> bool:
-        """Whether every candidate has been tried, or every one in the reach of a launch."""
+        """Whether every candidate has been tried, or every one in the reach of a launch, or may not be any more."""
         universe = self._reach(data, within)
-        return universe is not None and universe.keys() <= {trial.candidate_id for trial in data.trials}
+        if universe is None:
+            return False
+        left = universe.keys() - {trial.candidate_id for trial in data.trials}
+        if not left or idle(data) < PATIENCE:
+            return not left
+        seen = self._evidence(data)
+        if len(seen.crashed) < most_crashes(data.budget.launches):
+            return False
+        return all(seen.region(universe[each].candidate.settings) for each in left)
+
+    def _evidence(self, data: StudyData) -> Evidence:
+        return evidence(data, self.crashes.elsewhere(data) if self.crashes is not None else ())
 
     def _exhausted_here(self, data: StudyData) -> bool:
         launch = group(data) if self._hot else None
@@ -268,19 +285,28 @@ class Controller:
             self.store.trials.begin("baseline", data.baseline.id, None)
             return
         tried = {trial.candidate_id: trial for trial in reversed(data.trials)}  # each with its first trial
-        proposal = self._propose(data, step, tried)
+        equal = {self._effects.of(data.candidates[c]): trial for c, trial in tried.items() if _was_measured(trial)}
+        seen = self._evidence(data)
+        proposal, drawn = self._propose(data, step, tried, seen)
         candidate = proposal.candidate
         self.store.put_candidate(candidate)
         if candidate.id in tried:
             known = self._score(data, tried[candidate.id])
             why = f"the same as trial {tried[candidate.id].number}"
             self.store.trials.record("duplicate", candidate.id, proposal, known, why)
+        elif (same := equal.get(self._effects.of(candidate))) is not None:
+            known, why = self._score(data, same), f"the same in effect as trial {same.number}"
+            self.store.trials.record("duplicate", candidate.id, proposal, known, why)
+            self._say("duplicate", f"trial {number}: {described(candidate)} is {why}, and not launched again")
         elif why_not := illegal(data.space, self.engine, candidate):
             self.store.trials.record("illegal", candidate.id, proposal, ILLEGAL, why_not)
             self._say("illegal", f"trial {number}: {described(candidate)} is ruled out: {why_not}")
         elif self.crashes is not None and (known_crash := self.crashes.known(data, candidate)):
             self.store.trials.record("known_crash", candidate.id, proposal, FAILED, known_crash)
             self._say("known_crash", f"trial {number}: {described(candidate)} is not launched: {known_crash}")
+        elif not drawn and (region := seen.region(candidate.settings)):
+            self.store.trials.record("known_crash", candidate.id, proposal, FAILED, f"{region}, and none worked")
+            self._say("known_crash", f"trial {number}: {described(candidate)} is not launched: {region}")
         elif step.only and step.within is not None and not self._in_reach(data, step.within, candidate):
             why_not = "it needs a launch of its own, and none is left for the search"
             self.store.trials.record("out_of_launches", candidate.id, proposal, FAILED, why_not)
@@ -288,8 +314,12 @@ class Controller:
             self.store.trials.begin("measured", candidate.id, proposal)
             self._say("trial", f"trial {number}: {described(candidate)}", trial=number, candidate=candidate.id)
 
-    def _propose(self, data: StudyData, step: Begin, tried: Collection[str]) -> Proposal:
-        """What the sampler picks, within the reach of the launch that the step names, if the space has that."""
+    def _propose(self, data: StudyData, step: Begin, tried: Collection[str], seen: Evidence) -> tuple[Proposal, bool]:
+        """What the sampler picks, within the reach of the launch that the step names, if the space has that.
+
+        Where its picks are of no use, an untried candidate is drawn instead (True), from where nothing crashed if there
+        is such; from elsewhere only while crashes are few.
+        """
         space, fixed = data.space, None
         if step.within is not None:
             launched = data.candidates[data.launch[step.within].slot.candidate_id]
@@ -303,11 +333,19 @@ class Controller:
         history = self.store.trials.history()
         proposal = self._proposer.propose(history, evidence_of(data), goal_of(data), costs, fixed)
         stray = step.only and step.within is not None and not self._in_reach(data, step.within, proposal.candidate)
-        if stray or idle(data) >= (PATIENCE if step.within is None else STRAY):
-            universe = self._reach(data, step.within)
-            drawn = draw_untried(space, universe, tried, data.seed, step.number) if universe else None
-            proposal = drawn or proposal
-        return proposal
+        if not stray and idle(data) < (PATIENCE if step.within is None else STRAY):
+            return proposal, False
+        left = {i: each for i, each in (self._reach(data, step.within) or {}).items() if i not in tried}
+        regions = {i: seen.region(each.candidate.settings) for i, each in left.items()}
+        if free := {i: each for i, each in left.items() if regions[i] is None}:
+            left = free
+        elif len(seen.crashed) < most_crashes(data.budget.launches):
+            against = {i: region.crashes for i, region in regions.items() if region is not None}
+            left = {i: left[i] for i, crashes in against.items() if crashes == min(against.values())}
+        else:
+            return proposal, False
+        drawn = draw_untried(space, left, (), data.seed, step.number)
+        return (drawn, True) if drawn else (proposal, False)
 
     def _score(self, data: StudyData, trial: StoredTrial) -> Score:
         if trial.kind == "illegal":
@@ -711,6 +749,10 @@ class Controller:
         """Tells it, and keeps it: no other record shows it."""
         self.store.event(kind, message)
         self._say(kind, message, **facts)
+
+
+def _was_measured(trial: StoredTrial) -> bool:
+    return trial.kind in ("baseline", "measured")
 
 
 def _needs(step: Step, launch: int) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.files import write_whole
-from tuner.records import Candidate, Failure, short_hash
+from tuner.records import Candidate, Failure, Setting, short_hash
 from tuner.study.data import StudyData
 from tuner.study.names import STUDIES
 
@@ -51,6 +51,15 @@ class CrashMemory:
                 return f"known crash of study {entry['study']}: {entry['kind']}: {entry['message']}"
         return None
 
+    def elsewhere(self, data: StudyData) -> tuple[Mapping[str, Setting], ...]:
+        """The settings that crashed in other studies of this engine, machine, model and workload."""
+        contexts = {_context(data, under_load=under_load) for under_load in (False, True)}
+        return tuple(
+            entry["settings"]
+            for entry in self._entries()
+            if entry["uid"] != data.uid and entry.get("context") in contexts and isinstance(entry.get("settings"), dict)
+        )
+
     def remember(self, data: StudyData, candidate: Candidate, failure: Failure) -> None:
         """Keeps a crash; any other failure, and one that is known already, is passed over.
 
@@ -64,6 +73,7 @@ class CrashMemory:
             return
         entry = {
             "key": key,
+            "context": _context(data, under_load=failure.phase == "bench"),
             "study": data.name,
             "uid": data.uid,
             "at": time.time(),
@@ -103,17 +113,22 @@ class CrashMemory:
 
 
 def _key(data: StudyData, candidate: Candidate, *, under_load: bool) -> str:
+    return short_hash({**_surroundings(data, under_load), "settings": dict(candidate.settings)})
+
+
+def _context(data: StudyData, *, under_load: bool) -> str:
+    return short_hash(_surroundings(data, under_load))
+
+
+def _surroundings(data: StudyData, under_load: bool) -> dict[str, Any]:
     then: Mapping[str, Any] = data.fingerprint
     workload = data.space.workload
-    return short_hash(
-        {
-            "engine": data.space.kind,
-            "engine_version": then.get("engine_version"),
-            "hardware": then.get("hardware"),
-            "model": data.space.model,
-            "args": dict(data.space.args),
-            "env": dict(data.space.env),
-            "settings": dict(candidate.settings),
-            "workload": [list(workload.concurrency), workload.max_tokens, workload.prompts] if under_load else None,
-        }
-    )
+    return {
+        "engine": data.space.kind,
+        "engine_version": then.get("engine_version"),
+        "hardware": then.get("hardware"),
+        "model": data.space.model,
+        "args": dict(data.space.args),
+        "env": dict(data.space.env),
+        "workload": [list(workload.concurrency), workload.max_tokens, workload.prompts] if under_load else None,
+    }

@@ -34,6 +34,12 @@ def reachable(hot: Iterable[str], launched: Mapping[str, Setting], wanted: Mappi
     return all(launched.get(name) == wanted.get(name) for name in names - set(hot) - idle)
 
 
+def cold_part(hot: Iterable[str], settings: Mapping[str, Setting]) -> tuple[tuple[str, Setting], ...]:
+    """What of a candidate's settings needs a launch."""
+    idle = SPECULATIVE if settings.get("speculation") == "none" else frozenset()
+    return tuple(sorted((name, value) for name, value in settings.items() if name not in set(hot) | idle))
+
+
 @dataclass(frozen=True)
 class Running:
     """The server that is up, in the eyes of the planner: `launch`, with what is `hot` on it."""

@@ -19,9 +19,10 @@ from tuner.study.engine import UNSET, StudyEngine, in_image
 from tuner.study.hardware import hardware
 from tuner.study.interrupt import Interrupts
 from tuner.study.lease import Lease, hold
-from tuner.study.names import check_name, study_folder
+from tuner.study.names import check_name, local_studies, study_folder
 from tuner.study.notify import message, notify
 from tuner.study.place import measuring, network_filesystem
+from tuner.study.plan import Plan, Timing, plan, timing_of
 from tuner.study.planner import launches_used, policy_of
 from tuner.study.postgres import patient
 from tuner.study.probe import HttpProbe
@@ -74,6 +75,37 @@ def read_space(path_or_name: str, overrides: tuple[str, ...] = (), profile: str 
         rule_problems=own_problems,
     )
     return load_space(path_or_name, settings, outside)
+
+
+def outlook(space: Space) -> Plan:
+    """What a new study of this space would come to here. Starts nothing; an engine that is not here is no hindrance."""
+    from tuner.bench.plan import window_plan
+    from tuner.engines.base import get_engine
+    from tuner.engines.simulated.blocks import BLOCK_S, LAUNCH_S
+
+    earlier = []
+    for name in local_studies()[-MOST_EARLIER:]:
+        try:
+            store = open_study(name)
+        except (UsageError, EnvironmentBroken):
+            continue  # of another version, or unreadable: then it tells nothing
+        try:
+            earlier.append(store.data())
+        finally:
+            store.close()
+    timing = timing_of(earlier, space, window_plan(space.profile).estimate_s())
+    if virtual(space):
+        timing = Timing(LAUNCH_S, BLOCK_S, "of the simulation's virtual clock")
+    engine = get_engine(space.kind)
+    try:
+        now: dict[str, Any] = current_fingerprint(space)
+    except (UsageError, EnvironmentBroken):
+        return plan(space, engine, timing)
+    return plan(space, engine, timing, pairs=known_pairs(space, now))
+
+
+MOST_EARLIER = 20
+"""Studies that are asked how long launches take."""
 
 
 def fingerprint(

@@ -213,3 +213,19 @@ def test_a_study_in_memory_with_hot_settings_takes_a_fraction_of_the_launches():
     screened = [sum(x.slot.role == "screen" for x in data.launches) for data in (cold, hot)]
     assert screened[1] < screened[0] / 2
     assert len(hot.measured) > len(cold.measured)
+
+
+def test_a_candidate_that_is_another_in_effect_is_not_launched_again(tmp_path):
+    """`padded: yes` starts the same server as leaving it out."""
+
+    class Padded(HotEngine):
+        def record(self, **given: Any) -> Any:
+            settings = {name: value for name, value in given["settings"].items() if name != "padded"}
+            return super().record(**{**given, "settings": settings})
+
+    store = study(tmp_path, space(SPACE, "parameters.padded.choices=[1, 2]", "parameters.threads.choices=[1]"))
+    data = controller(store, HotMachine(), Padded(), policy=Policy(pairs=0)).run()
+    again = [trial for trial in data.trials if "the same in effect" in trial.why]
+    assert again
+    assert all(trial.kind == "duplicate" for trial in again)
+    assert len(data.measured) == 8

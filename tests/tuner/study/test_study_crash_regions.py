@@ -1,0 +1,112 @@
+"""What crashes teach: regions of settings are left alone, and opened again by what works in them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.tuner.study.toy_study import ToyMachine, controller, space, study
+from tuner.records import Failure
+from tuner.study.crash_regions import crash_region, most_crashes
+from tuner.study.crashes import CrashMemory
+from tuner.study.planner import Policy
+
+SPACE = """
+name: toy
+engine: {kind: fake, model: toy}
+workload: {concurrency: [1], max_tokens: 64}
+baseline: {backend: a}
+parameters:
+  steps: {low: 1, high: 7}
+  topk: {choices: [1, 2, 4, 8]}
+  backend: {choices: [a, b, c]}
+budget: {launches: 60, candidates: 200}
+profile: short
+"""
+"""Three knobs, 84 combinations (docs/failures.md, D18)."""
+
+
+def works(settings: Any) -> bool:
+    """Half of them do, and the best of those stand at the edge."""
+    return settings.get("steps", 1) * settings.get("topk", 1) <= {"a": 6, "b": 10, "c": 14}[settings["backend"]]
+
+
+def value(settings: Any, level: int) -> float:
+    return 80 + 2 * settings.get("steps", 1) + settings.get("topk", 1) + {"a": 0, "b": 2, "c": 4}[settings["backend"]]
+
+
+def crash(phase: str, settings: Any, _count: int) -> Failure | None:
+    return Failure("startup_crash", "start", "it ended") if phase == "start" and not works(settings) else None
+
+
+def test_a_kind_of_candidate_that_crashes_is_ruled_out_with_what_they_have_in_common():
+    crashed = [{"topk": 4, "backend": "x", "steps": n} for n in (1, 3, 5)]
+    worked = [{"topk": 2, "backend": "x", "steps": 3}, {"topk": 4, "backend": "y", "steps": 5}]
+    found = crash_region({"topk": 8, "backend": "x", "steps": 2}, crashed, worked)
+    assert found is not None
+    assert {str(condition) for condition in found.conditions} == {"topk >= 4", "backend = x"}
+    assert found.crashes == 3
+    assert crash_region({"topk": 8, "backend": "y", "steps": 2}, crashed, worked) is None
+    assert crash_region({"topk": 1, "backend": "x", "steps": 2}, crashed, worked) is None
+
+
+def test_one_chance_failure_rules_nothing_out():
+    worked = [{"topk": 1, "backend": "x"}, {"topk": 2, "backend": "y"}]
+    assert crash_region({"topk": 8, "backend": "x"}, [{"topk": 4, "backend": "x"}], worked) is None
+
+
+def test_one_that_works_opens_a_region_again():
+    crashed = [{"topk": 4, "steps": 1}, {"topk": 4, "steps": 3}, {"topk": 8, "steps": 3}]
+    worked = [{"topk": 1, "steps": 2}, {"topk": 2, "steps": 4}]
+    assert crash_region({"topk": 8, "steps": 1}, crashed, worked) is not None
+    assert crash_region({"topk": 8, "steps": 1}, crashed, [*worked, {"topk": 8, "steps": 2}]) is None
+
+
+def test_a_setting_that_is_not_active_meets_no_condition():
+    crashed = [{"speculation": "ngram", "steps": 5}, {"speculation": "ngram", "steps": 6}]
+    worked = [{"speculation": "none"}, {"speculation": "ngram", "steps": 1}]
+    assert crash_region({"speculation": "none"}, crashed, worked) is None
+    found = crash_region({"speculation": "ngram", "steps": 7}, crashed, worked)
+    assert str(found) == "2 of 2 candidates with steps >= 5 crashed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_at_most_ten_of_sixty_launches_are_invalid_on_the_toy_space_and_none_is_repeated(tmp_path, seed):
+    half = sum(works(dict(zip(("steps", "topk", "backend"), each, strict=True))) for each in _all())
+    assert 40 <= half <= 44
+    machine = ToyMachine(speed=value, fails=crash)
+    store = study(tmp_path, space(SPACE), f"toy{seed}")
+    data = controller(store, machine, policy=Policy(pairs=0, no_gain=99)).run()
+    crashed = [launch for launch in data.launches if launch.failure]
+    print(seed, len(data.launches), len(crashed), max(t.value for t in data.measured), data.reason)
+    assert len(crashed) <= 10
+    assert len({launch.slot for launch in crashed}) == len(crashed), "a known crash was launched again"
+    assert any(trial.kind == "known_crash" and "crashed" in trial.why for trial in data.trials)
+
+
+def _all() -> Any:
+    return itertools.product(range(1, 8), (1, 2, 4, 8), "abc")
+
+
+def test_crashes_of_other_studies_on_the_same_machine_count(tmp_path):
+    memory = CrashMemory(tmp_path / "crashes.jsonl")
+    first = study(tmp_path, space(SPACE, "budget.launches=4"), "first").data()
+    for steps in (4, 5):
+        first_crash = Failure("startup_crash", "start", "it ended")
+        candidate = type(first.baseline)({"steps": steps, "topk": 8, "backend": "a"})
+        memory.remember(first, candidate, first_crash)
+    folder = tmp_path / "second"
+    folder.mkdir()
+    second = study(folder, space(SPACE, "budget.launches=9"), "second").data()
+    assert len(memory.elsewhere(second)) == 2
+    assert memory.elsewhere(first) == (), "its own are in its records"
+    other = study(folder, space(SPACE, "engine.model=other"), "other").data()
+    assert memory.elsewhere(other) == ()
+
+
+def test_the_share_of_crashes_that_a_search_pays_for_is_small():
+    assert most_crashes(60) == 7
+    assert most_crashes(8) == 3

@@ -1,0 +1,204 @@
+"""What a study of a space would come to, before anything is started: candidates, launches, hours. Pure but for reading
+how long launches took in earlier studies."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from tuner.records import Setting
+from tuner.space import Space
+from tuner.study.data import StudyData
+from tuner.study.effect import Effects
+from tuner.study.engine import StudyEngine, hot_settings, illegal
+from tuner.study.hot import LEAST_ROW, MOST_ROW, cold_part
+from tuner.study.planner import POLICIES, Policy, planned_pairs
+from tuner.study.score import BASELINE_EVERY
+
+STARTUP_S = 60.0
+"""Assumed of a server's start, where no earlier launch tells."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a server's start and of a block, and where they are known from."""
+
+    startup_s: float
+    block_s: float
+    source: str
+
+
+@dataclass(frozen=True)
+class RuledOut:
+    """So many combinations fall to one rule, and where it stands: in the space, in the engine, among crashes seen."""
+
+    rule: str
+    source: str
+    combinations: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The outlook of a study. Counts are None where the space cannot be listed.
+
+    `combinations` of values make `merged` fewer candidates, since some are equal in effect; `legal` are left after
+    what is ruled out. Of the launches, `search` ones serve `candidates` (with hot settings several each, which saves `saved`),
+    and `confirmation` ones are kept for the end. `hours` is what they take, at most the budget's.
+    """
+
+    combinations: int | None
+    merged: int
+    ruled_out: tuple[RuledOut, ...]
+    legal: int | None
+    hot: tuple[str, ...]
+    groups: int | None
+    candidates: int
+    search: int
+    confirmation: int
+    saved: int
+    hours: float
+    budget_hours: float | None
+    timing: Timing
+    notes: tuple[str, ...]
+
+    @property
+    def launches(self) -> int:
+        """All of them."""
+        return self.search + self.confirmation
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {**asdict(self), "launches": self.launches}
+
+
+def plan(
+    space: Space,
+    engine: StudyEngine,
+    timing: Timing,
+    *,
+    pairs: int | None = None,
+    crashed: Sequence[Mapping[str, Setting]] = (),
+) -> Plan:
+    """The outlook of a new study of `space`.
+
+    Args:
+        space: what may be tried.
+        engine: its engine.
+        timing: how long launches and blocks take.
+        pairs: of the confirmation, where a calibration asks for them.
+        crashed: settings that crashed in other studies on this machine.
+    """
+    policy = POLICIES[space.profile]
+    policy = policy if pairs is None else Policy(pairs=pairs)
+    found = _Candidates(space, engine, crashed)
+    confirmation = 2 * planned_pairs(space.budget.launches, policy)
+    room = max(0, space.budget.launches - confirmation - 1)
+    hot = frozenset(p.name for p in space.parameters) & hot_settings(engine)
+    wanted = space.budget.candidates if found.legal is None else min(found.legal, space.budget.candidates)
+    slot_s = len(space.workload.concurrency) * timing.block_s
+    every = BASELINE_EVERY[space.profile]
+    if hot:
+        row = min(max(round(timing.startup_s / max(slot_s, 1e-9)), LEAST_ROW), MOST_ROW)
+        groups = found.groups if found.groups is not None else wanted
+        starts = min(room, max(min(groups, wanted), math.ceil(wanted / row)) if groups > 1 else 0)
+        candidates = wanted
+    else:
+        starts = min(room, wanted + (wanted // every if every else 0))
+        candidates = starts - (starts // (every + 1) if every else 0)
+    search = min(space.budget.launches, 1 + starts)
+    turns = 1 + candidates + (candidates // 4 if hot else starts - candidates)
+    seconds = search * timing.startup_s + turns * slot_s + confirmation * (timing.startup_s + slot_s)
+    limit = space.budget.hours
+    return Plan(
+        combinations=found.combinations,
+        merged=found.merged,
+        ruled_out=found.ruled_out,
+        legal=found.legal,
+        hot=tuple(sorted(hot)),
+        groups=found.groups if hot else None,
+        candidates=candidates,
+        search=search,
+        confirmation=confirmation,
+        saved=max(0, candidates - starts) if hot else 0,
+        hours=min(seconds / 3600, limit) if limit is not None else seconds / 3600,
+        budget_hours=limit,
+        timing=timing,
+        notes=_notes(space, found, policy, seconds / 3600),
+    )
+
+
+def _notes(space: Space, found: _Candidates, policy: Policy, hours: float) -> tuple[str, ...]:
+    notes = []
+    budget = space.budget
+    if found.legal == 0:
+        notes.append("nothing is left to try: every combination is ruled out, or is the baseline in effect")
+    elif found.legal == 1:
+        notes.append("only one candidate is left: the study compares it with the baseline, there is nothing to search")
+    if planned_pairs(budget.launches, policy) < 4:
+        notes.append(f"a claim needs 4 pairs of confirmation, so at least 10 launches; the budget is {budget.launches}")
+    if budget.hours is not None and hours > budget.hours:
+        notes.append(f"the budget of {budget.hours:g} hours ends the search before all candidates are tried")
+    if found.legal is None:
+        notes.append("the candidates cannot be listed: what rules out how many is not known")
+    return tuple(notes)
+
+
+class _Candidates:
+    """Every combination of a space, sorted by what becomes of it."""
+
+    def __init__(self, space: Space, engine: StudyEngine, crashed: Sequence[Mapping[str, Setting]]) -> None:
+        self.combinations: int | None = None
+        self.legal: int | None = None
+        self.groups: int | None = None
+        self.merged = 0
+        self.ruled_out: tuple[RuledOut, ...] = ()
+        combinations = space.combinations()
+        if combinations is None:
+            return
+        effects = Effects(space, engine)
+        hot = hot_settings(engine)
+        known = {str(sorted(settings.items())) for settings in crashed}
+        why: Counter[tuple[str, str]] = Counter()
+        first: dict[str, str] = {effects.of(space.baseline): space.baseline.id}
+        groups = set()
+        legal = 0
+        for each in combinations:
+            candidate = each.candidate
+            if rule := space.forbidden(candidate):
+                why[rule, "space"] += 1
+            elif problem := illegal(space, engine, candidate):
+                why[problem, "engine"] += 1
+            elif str(sorted(candidate.settings.items())) in known:
+                why["it crashed in another study on this machine", "crash"] += 1
+            elif (effect := effects.of(candidate)) in first:
+                self.merged += 1
+            else:
+                first[effect] = candidate.id
+                groups.add(cold_part(hot, candidate.settings))
+                legal += 1
+        self.combinations = len(combinations)
+        self.legal, self.groups = legal, len(groups)
+        self.ruled_out = tuple(RuledOut(rule, source, n) for (rule, source), n in why.most_common())
+
+
+def timing_of(studies: Sequence[StudyData], space: Space, block_s: float) -> Timing:
+    """How long launches of this kind of engine took in earlier studies, of this model where there are any."""
+    mine = [data for data in studies if data.space.kind == space.kind]
+    same = [data for data in mine if data.space.model == space.model] or mine
+    starts = [x.ready_at - x.started_at for data in same for x in data.launches if x.ready_at is not None]
+    blocks = [
+        b.block.warmup_s + b.block.window_s
+        for data in same
+        if data.space.profile == space.profile
+        for b in data.blocks.values()
+    ]
+    if not starts:
+        said = f"assumed: {STARTUP_S:g} s for a start (no earlier launch of {space.kind}), {block_s:.0f} s for a block"
+        return Timing(STARTUP_S, block_s, said)
+    names = ", ".join(sorted({data.name for data in same})[:3])
+    measured = median(blocks) if blocks else block_s
+    return Timing(median(starts), measured, f"medians of {len(starts)} earlier launches (studies {names})")
