@@ -41,9 +41,8 @@ def command(
         f"{found.candidates} candidates, {found.confirmation} to confirm the best"
     )
     if found.saved:
-        say(
-            f"  about {found.saved} launches saved by hot settings, {found.saved * found.timing.startup_s / 3600:.2g} h"
-        )
+        saved_h = found.saved * found.timing.startup_s / 3600
+        say(f"  about {found.saved} launches saved by hot settings, {saved_h:.2g} hours of starting servers")
     most = "" if found.budget_hours is None else f", at most {found.budget_hours:g}"
     say(f"hours: about {found.hours:.2g}{most} ({found.timing.source})")
     for note in found.notes:

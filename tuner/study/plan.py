@@ -46,8 +46,8 @@ class Plan:
     """The outlook of a study. Counts are None where the space cannot be listed.
 
     `combinations` of values make `merged` fewer candidates, since some are equal in effect; `legal` are left after
-    what is ruled out. Of the launches, `search` ones serve `candidates` (with hot settings several each, which saves `saved`),
-    and `confirmation` ones are kept for the end. `hours` is what they take, at most the budget's.
+    what is ruled out. Of the launches, `search` ones serve `candidates` (with hot settings several each, which saves
+    `saved`), and `confirmation` ones are kept for the end. `hours` is what they take, at most the budget's.
     """
 
     combinations: int | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from tuner.errors import EnvironmentBroken, UsageError
@@ -64,6 +65,9 @@ def require(space: Space) -> Preflight:
     """
     from tuner.engines.base import engine_kinds
 
+    if reasons := nothing_left(space):
+        listed = "\n".join(f"  - {reason}" for reason in reasons)
+        raise UsageError(f"no candidate can be tried beside the baseline:\n{listed}\nNothing was started.")
     found = preflight(space)
     refuse(found)
     if found.missing:
@@ -71,6 +75,20 @@ def require(space: Space) -> Preflight:
         hint = simulated if "simulated" in engine_kinds() else ""
         raise EnvironmentBroken(f"this machine cannot run the study: {'; '.join(found.missing)}.{hint}")
     return found
+
+
+def nothing_left(space: Space) -> list[str]:
+    """Why every candidate is ruled out, the commonest reasons first; nothing where one is left or none is listed."""
+    from tuner.engines.base import get_engine
+
+    engine = get_engine(space.kind)
+    reasons: Counter[str] = Counter()
+    for listed in (space.listed() or {}).values():
+        why = "it is the baseline" if listed.candidate == space.baseline else illegal(space, engine, listed.candidate)
+        if why is None:
+            return []
+        reasons[why] += 1
+    return [f"{count} of them: {why}" for why, count in reasons.most_common(5)]
 
 
 def refuse(found: Preflight) -> None:

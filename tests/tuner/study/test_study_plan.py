@@ -11,10 +11,12 @@ from tests.tuner.study.hot_toy import SPACE, HotEngine
 from tests.tuner.study.toy_study import ToyEngine, space
 from tuner.cli.app import app
 from tuner.engines.base import get_engine
+from tuner.errors import UsageError
 from tuner.records import Candidate
 from tuner.space import parse_space
 from tuner.study.effect import Effects
 from tuner.study.plan import Timing, plan
+from tuner.study.preflight import require
 
 TIMING = Timing(600.0, 30.0, "assumed")
 
@@ -61,11 +63,13 @@ def test_the_budget_of_hours_bounds_what_is_expected():
     assert any("hours" in note for note in found.notes)
 
 
-def test_rules_that_leave_nothing_are_said():
-    text = BUNDLED.replace("num_steps == 2 and topk == 1", "speculation == 'ngram'")
-    found = plan(parse_space(text), get_engine("bundled"), TIMING)
+def test_an_engine_that_takes_no_candidate_is_said_and_refused_before_anything_starts():
+    the_space = parse_space(BUNDLED.replace("topk: {choices: [1, 2]", "topk: {choices: [2]"))
+    found = plan(the_space, get_engine("bundled"), TIMING)
     assert found.legal == 0
     assert any("nothing is left" in note for note in found.notes)
+    with pytest.raises(UsageError, match=r"no candidate can be tried(.|\n)*topk"):
+        require(the_space)
 
 
 def test_spelling_defaults_out_changes_no_effect_and_unset_is_not_zero():
