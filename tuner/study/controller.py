@@ -17,7 +17,7 @@ from tuner.judge.quality import Answers
 from tuner.launch.kinds import failure as kind_failure
 from tuner.records import Block, Candidate, Failure, LaunchRecord
 from tuner.space import Listed
-from tuner.study.crash_regions import Evidence, evidence, most_crashes
+from tuner.study.crash_regions import CrashesSeen, crashes_seen, most_crashes
 from tuner.study.crashes import CrashMemory
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData
 from tuner.study.database import finite, storage_problem
@@ -254,13 +254,13 @@ class Controller:
         left = universe.keys() - {trial.candidate_id for trial in data.trials}
         if not left or idle(data) < PATIENCE:
             return not left
-        seen = self._evidence(data)
+        seen = self._crashes_seen(data)
         if len(seen.crashed) < most_crashes(data.budget.launches):
             return False
         return all(seen.region(universe[each].candidate.settings) for each in left)
 
-    def _evidence(self, data: StudyData) -> Evidence:
-        return evidence(data, self.crashes.elsewhere(data) if self.crashes is not None else ())
+    def _crashes_seen(self, data: StudyData) -> CrashesSeen:
+        return crashes_seen(data, self.crashes.elsewhere(data) if self.crashes is not None else ())
 
     def _exhausted_here(self, data: StudyData) -> bool:
         launch = group(data) if self._hot else None
@@ -286,7 +286,7 @@ class Controller:
             return
         tried = {trial.candidate_id: trial for trial in reversed(data.trials)}  # each with its first trial
         equal = {self._effects.of(data.candidates[c]): trial for c, trial in tried.items() if _was_measured(trial)}
-        seen = self._evidence(data)
+        seen = self._crashes_seen(data)
         proposal, drawn = self._propose(data, step, tried, seen)
         candidate = proposal.candidate
         self.store.put_candidate(candidate)
@@ -314,7 +314,9 @@ class Controller:
             self.store.trials.begin("measured", candidate.id, proposal)
             self._say("trial", f"trial {number}: {described(candidate)}", trial=number, candidate=candidate.id)
 
-    def _propose(self, data: StudyData, step: Begin, tried: Collection[str], seen: Evidence) -> tuple[Proposal, bool]:
+    def _propose(
+        self, data: StudyData, step: Begin, tried: Collection[str], seen: CrashesSeen
+    ) -> tuple[Proposal, bool]:
         """What the sampler picks, within the reach of the launch that the step names, if the space has that.
 
         Where its picks are of no use, an untried candidate is drawn instead (True), from where nothing crashed if there
@@ -327,7 +329,7 @@ class Controller:
         by_batch = scheduled(data, lambda one: illegal(space, self.engine, one) is None)
         if by_batch is not None and not (step.only and step.within and not self._in_reach(data, step.within, by_batch)):
             self._say("schedule", f"the blocks ask for other depths at other loads: trying {described(by_batch)}")
-            return Proposal(by_batch, {}, {})
+            return Proposal(by_batch, {}, {}), False
         launch = data.launch[step.within] if step.within is not None else None
         costs = costs_of(data, self._hot, launch, stay=step.only)
         history = self.store.trials.history()

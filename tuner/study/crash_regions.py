@@ -33,7 +33,7 @@ def most_crashes(launches: int) -> int:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CrashesSeen:
     """Settings of candidates that crashed, here or in other studies (`elsewhere`), and of those that worked."""
 
     crashed: tuple[Mapping[str, Setting], ...]
@@ -45,7 +45,7 @@ class Evidence:
         return crash_region(settings, (*self.crashed, *self.elsewhere), self.worked)
 
 
-def evidence(data: StudyData, elsewhere: Sequence[Mapping[str, Setting]] = ()) -> Evidence:
+def crashes_seen(data: StudyData, elsewhere: Sequence[Mapping[str, Setting]] = ()) -> CrashesSeen:
     """What a study has seen of crashes."""
     crashed, worked = [], [data.baseline.settings]
     for trial in data.measured:
@@ -59,7 +59,7 @@ def evidence(data: StudyData, elsewhere: Sequence[Mapping[str, Setting]] = ()) -
         failures = [launch.failure for launch in launches if launch.failure is not None and not launch.forgiven]
         if failures and failures[-1].kind in CRASHES and failures[-1].blame == "candidate":
             crashed.append(settings)
-    return Evidence(tuple(crashed), tuple(worked), tuple(elsewhere))
+    return CrashesSeen(tuple(crashed), tuple(worked), tuple(elsewhere))
 
 
 @dataclass(frozen=True)
