@@ -73,18 +73,18 @@ def test_a_setting_that_is_not_active_meets_no_condition():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_at_most_ten_of_sixty_launches_are_invalid_on_the_toy_space_and_none_is_repeated(tmp_path, seed):
+@pytest.mark.parametrize("sampler", ["model", "tpe"])
+def test_at_most_ten_of_sixty_launches_are_invalid_on_the_toy_space_and_none_is_repeated(tmp_path, sampler):
     half = sum(works(dict(zip(("steps", "topk", "backend"), each, strict=True))) for each in _all())
     assert 40 <= half <= 44
     machine = ToyMachine(speed=value, fails=crash)
-    store = study(tmp_path, space(SPACE), f"toy{seed}")
+    store = study(tmp_path, space(SPACE, f"sampler={sampler}"))
     data = controller(store, machine, policy=Policy(pairs=0, no_gain=99)).run()
     crashed = [launch for launch in data.launches if launch.failure]
-    print(seed, len(data.launches), len(crashed), max(t.value for t in data.measured), data.reason)
     assert len(crashed) <= 10
     assert len({launch.slot for launch in crashed}) == len(crashed), "a known crash was launched again"
-    assert any(trial.kind == "known_crash" and "crashed" in trial.why for trial in data.trials)
+    if sampler == "tpe":
+        assert any(trial.kind == "known_crash" and "crashed" in trial.why for trial in data.trials)
 
 
 def _all() -> Any:
