@@ -456,6 +456,9 @@ def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int 
             f"the last {unpaid} candidates brought no gain of {100 * math.expm1(WORTH):.0f} % over the best before "
             "them, so more search is not expected to pay"
         )
+    if data.budget.hours is not None and not data.measured and data.elapsed_s > 3600 * data.budget.hours:
+        spent = data.elapsed_s / 3600
+        return f"the baseline alone took {spent:.2g} of {data.budget.hours:g} hours, and left none for a candidate"
     if data.budget.hours is not None and data.measured:
         ahead = reserve * mean_launch_s(data) + (needs * mean_launch_s(data) if needs else hot_slot_s(data))
         if data.elapsed_s + ahead > 3600 * data.budget.hours:

@@ -167,7 +167,7 @@ def test_a_kill_between_any_two_writes_ends_in_the_same_decision(tmp_path, done)
             copy_database(tmp_path, tmp_path / f"moment-{len(moments)}")
             moments.append((name, tmp_path / f"moment-{len(moments)}"))
 
-    small = ("parameters.num_steps.high=2", "budget.launches=7", "budget.candidates=6")
+    small = ("sampler=tpe", "parameters.num_steps.high=2", "budget.launches=7", "budget.candidates=6")
     store = study(tmp_path, space(SPACE, *small))
     whole = controller(Watched(store, keep), Watched(HotMachine(), keep), HotEngine(), policy=Policy(pairs=1)).run()
     assert {"after ask_reconfiguration", "after reconfigured"} <= {name for name, _ in moments}
@@ -229,3 +229,10 @@ def test_a_candidate_that_is_another_in_effect_is_not_launched_again(tmp_path):
     assert again
     assert all(trial.kind == "duplicate" for trial in again)
     assert len(data.measured) == 8
+
+
+def test_a_budget_of_hours_that_the_baseline_uses_up_ends_the_study_and_says_so(tmp_path):
+    data, machine = run(tmp_path, None, "budget.hours=0.01")
+    assert len(machine.starts) == 1
+    assert "the baseline alone took" in data.reason
+    assert data.measured == ()
