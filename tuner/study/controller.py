@@ -78,10 +78,6 @@ class _Up:
     change: int | None = None
 
 
-MODEL = "model"
-"""The sampler that learns what crashes by itself."""
-
-
 class Controller:
     """Runs one study to its end.
 
@@ -264,9 +260,6 @@ class Controller:
         return all(seen.region(universe[each].candidate.settings) for each in left)
 
     def _crashes_seen(self, data: StudyData) -> CrashesSeen:
-        """For samplers that learn nothing of what crashes; the model weighs its candidates by that itself."""
-        if data.space.sampler == MODEL:
-            return CrashesSeen((), ())
         return crashes_seen(data, self.crashes.elsewhere(data) if self.crashes is not None else ())
 
     def _exhausted_here(self, data: StudyData) -> bool:

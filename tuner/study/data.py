@@ -247,6 +247,15 @@ class StudyData:
 
         return pairs_of(self)
 
+    @cached_property
+    def screened(self) -> Mapping[str, tuple[Pair, ...]]:
+        """The pairs of the search by candidate."""
+        found: dict[str, list[Pair]] = {}
+        for pair in self.pairs:
+            if pair.role == "screen":
+                found.setdefault(pair.candidate_id, []).append(pair)
+        return {candidate: tuple(pairs) for candidate, pairs in found.items()}
+
     def settings_of(self, candidate_id: str) -> Mapping[str, Setting]:
         """The settings of a candidate of this study."""
         return self.candidates[candidate_id].settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -58,22 +59,28 @@ def pairs_of(data: StudyData) -> tuple[Pair, ...]:
 
 
 class _Screened:
-    """The valid blocks of the baseline in the search, by level, in order of time."""
+    """The valid blocks of the baseline in the search, in order of time: by level, and by launch and level."""
 
     def __init__(self, data: StudyData) -> None:
-        self.blocks: dict[int, list[StoredBlock]] = {level: [] for level in data.levels}
+        self._all: dict[int, list[StoredBlock]] = {}
+        self._on: dict[tuple[int, int], list[StoredBlock]] = {}
         for stored in sorted(data.blocks.values(), key=lambda stored: stored.order):
             if stored.candidate_id == data.baseline.id and stored.role == "screen" and stored.block.valid:
-                self.blocks.setdefault(stored.concurrency, []).append(stored)
+                self._all.setdefault(stored.concurrency, []).append(stored)
+                self._on.setdefault((stored.launch_id, stored.concurrency), []).append(stored)
 
     def baseline(self, block: StoredBlock) -> StoredBlock | None:
         """What a block of the search is compared with."""
-        known = self.blocks.get(block.concurrency, [])
-        mine = [b for b in known if b.launch_id == block.launch_id]
-        before = [b for b in mine if b.order < block.order]
-        earlier = [b for b in known if b.order < block.order]
-        found = before[-1:] or mine[:1] or earlier[-1:]
-        return found[0] if found else None
+        mine = self._on.get((block.launch_id, block.concurrency), [])
+        if mine:
+            return mine[max(0, bisect_left(mine, block.order, key=_order) - 1)]
+        known = self._all.get(block.concurrency, [])
+        place = bisect_left(known, block.order, key=_order)
+        return known[place - 1] if place else None
+
+
+def _order(stored: StoredBlock) -> int:
+    return stored.order
 
 
 def _pairs(slot: Slot, blocks: Iterable[tuple[StoredBlock | None, StoredBlock | None]]) -> list[Pair]:
@@ -128,7 +135,7 @@ def score(data: StudyData, candidate_id: str) -> Score:
     """
     if candidate_id == data.baseline.id:
         return Score(0.0, {"launch": -1.0}, dict.fromkeys(data.levels, 0.0))
-    pairs = [p for p in data.pairs if p.role == "screen" and p.candidate_id == candidate_id]
+    pairs = data.screened.get(candidate_id, ())
     ratios = {pair.concurrency: pair.log_ratio for pair in pairs}
     if set(ratios) != set(data.levels):
         return FAILED
