@@ -175,7 +175,8 @@ def test_a_kill_between_any_two_writes_ends_in_the_same_decision(tmp_path, done)
         shutil.copytree(moment, tmp_path / f"again-{i}")
         store = study(tmp_path / f"again-{i}", space(SPACE, *small))
         before = store.data()
-        data = controller(store, HotMachine(), HotEngine(), policy=Policy(pairs=1)).run()
+        machine = Watched(HotMachine(), lambda _name: None)
+        data = controller(store, machine, HotEngine(), policy=Policy(pairs=1)).run()
         assert [t.candidate_id for t in data.trials] == [t.candidate_id for t in whole.trials], name
         assert before.blocks.items() <= data.blocks.items()
         assert recommendation(data).overall.winner == recommendation(whole).overall.winner
