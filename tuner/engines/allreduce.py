@@ -8,7 +8,7 @@ from collections.abc import Sequence
 verified = False
 """docs/hardware.md: read in the engines' sources, not run. A path counts as in effect only when the server says so."""
 
-_FABRIC = ("torch_symm_mem", "nvls")
+_FABRIC = ("symm_mem", "nvls")
 _LINK = re.compile(r"NV\d+")
 
 

@@ -9,8 +9,8 @@ from tuner.engines.base import SettingSpec
 from tuner.records import Setting
 
 ALLREDUCE = (
-    *("auto", "nccl", "nccl_ring", "nccl_tree", "custom", "flashinfer_fusion", "pcie_ipc"),
-    *("torch_symm_mem", "nccl_symm_mem", "mscclpp", "nvls"),
+    *("auto", "nccl", "nccl_ring", "nccl_tree", "custom", "flashinfer_fusion", "flashinfer_pcie_ipc"),
+    *("symm_mem", "nccl_symm", "mscclpp", "nvls"),
 )
 
 NEUTRAL: Mapping[str, SettingSpec] = {

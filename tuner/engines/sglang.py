@@ -64,9 +64,9 @@ _BUILT_IN_DEPTHS = (0, 1, 3, 5, 7)
 _PATHS: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
     "custom": ((), {}),
     "flashinfer_fusion": (("--flashinfer-allreduce-fusion-backend", "auto"), {}),
-    "pcie_ipc": ((), {"SGLANG_ENABLE_PCIE_IPC_ALLREDUCE": "1"}),
-    "torch_symm_mem": (("--enable-torch-symm-mem",), {}),
-    "nccl_symm_mem": (("--enable-symm-mem",), {}),
+    "flashinfer_pcie_ipc": ((), {"SGLANG_ENABLE_PCIE_IPC_ALLREDUCE": "1"}),
+    "symm_mem": (("--enable-torch-symm-mem",), {}),
+    "nccl_symm": (("--enable-symm-mem",), {}),
     "mscclpp": (("--enable-mscclpp",), {}),
     "nvls": (("--enable-nccl-nvls",), {}),
     "nccl": ((), {}),
@@ -267,7 +267,7 @@ class SglangEngine(ServedEngine):
         """The all-reduce paths that SGLang leaves with no more than a line of its log."""
         asked = record.expected.get("allreduce", "auto")
         said = list(info.get("log_pcie_ipc") or ())
-        if asked == "pcie_ipc" and "log_pcie_ipc" in info and not any("enabled" in line for line in said):
+        if asked == "flashinfer_pcie_ipc" and "log_pcie_ipc" in info and not any("enabled" in line for line in said):
             return [Mismatch("allreduce", asked, "nccl", said[0] if said else "the log does not name it")]
         if asked == "custom" and (lines := info.get("log_custom")):
             return [Mismatch("allreduce", asked, "nccl", lines[0])]

@@ -56,9 +56,9 @@ _SPEC_WORDS = {
 _PATHS = {
     "custom": {},
     "flashinfer_fusion": {"VLLM_ALLREDUCE_USE_FLASHINFER": "1"},
-    "pcie_ipc": {"VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC": "1"},
-    "torch_symm_mem": {"VLLM_ALLREDUCE_USE_SYMM_MEM": "1"},
-    "nccl_symm_mem": {"VLLM_USE_NCCL_SYMM_MEM": "1"},
+    "flashinfer_pcie_ipc": {"VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC": "1"},
+    "symm_mem": {"VLLM_ALLREDUCE_USE_SYMM_MEM": "1"},
+    "nccl_symm": {"VLLM_USE_NCCL_SYMM_MEM": "1"},
     "nccl": {},
     "nccl_ring": {"NCCL_ALGO": "allreduce:ring"},
     "nccl_tree": {"NCCL_ALGO": "allreduce:tree"},
@@ -72,7 +72,7 @@ _ALL_OFF = {
     "VLLM_USE_NCCL_SYMM_MEM": "0",
 }
 
-_LOG_NAMES = {"custom": "CUSTOM", "torch_symm_mem": "SYMM_MEM", "nccl_symm_mem": "NCCL_SYMM_MEM"}
+_LOG_NAMES = {"custom": "CUSTOM", "symm_mem": "SYMM_MEM", "nccl_symm": "NCCL_SYMM_MEM"}
 """How the log line of the chosen backends calls a path (vllm/distributed/device_communicators/cuda_communicator.py)."""
 
 NEEDED = "is needed: vLLM would choose it by platform and model, so that candidates may differ in it unseen"
@@ -215,7 +215,7 @@ class VllmEngine(ServedEngine):
         why = f"the log names {', '.join(chosen)}"
         if chosen and asked in _LOG_NAMES and _LOG_NAMES[asked] not in chosen:
             return [Mismatch("allreduce", asked, chosen[0], why)]
-        if chosen and asked == "pcie_ipc" and not info.get("log_pcie_ipc"):
+        if chosen and asked == "flashinfer_pcie_ipc" and not info.get("log_pcie_ipc"):
             return [Mismatch("allreduce", asked, chosen[0], why + " and no PCIe IPC")]
         return []
 

@@ -89,7 +89,7 @@ class TestVllm:
         assert LaunchRecord.from_dict(launch.to_dict()) == launch
 
     def test_one_all_reduce_path_is_on_and_the_others_are_off(self) -> None:
-        launch = record("vllm", {"speculation": "none", "allreduce": "pcie_ipc"}, tp=8)
+        launch = record("vllm", {"speculation": "none", "allreduce": "flashinfer_pcie_ipc"}, tp=8)
         assert launch.env["VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC"] == "1"
         assert launch.env["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
         assert "--disable-custom-all-reduce" in launch.argv
@@ -120,8 +120,8 @@ class TestVllm:
         [
             ("custom", "Using ['CUSTOM', 'PYNCCL'] all-reduce backends (in dispatch order) for group 'tp:0'", True),
             ("custom", "Using ['PYNCCL'] all-reduce backends (in dispatch order) out of ['CUSTOM', 'PYNCCL']", False),
-            ("torch_symm_mem", "Using ['NCCL_SYMM_MEM', 'PYNCCL'] all-reduce backends", False),
-            ("pcie_ipc", "Using ['PYNCCL'] all-reduce backends", False),
+            ("symm_mem", "Using ['NCCL_SYMM_MEM', 'PYNCCL'] all-reduce backends", False),
+            ("flashinfer_pcie_ipc", "Using ['PYNCCL'] all-reduce backends", False),
         ],
     )
     def test_an_all_reduce_path_that_did_not_come_up_is_a_mismatch(self, path: str, line: str, in_effect: bool) -> None:
@@ -193,7 +193,7 @@ class TestSglang:
         ],
     )
     def test_pcie_ipc_counts_only_when_the_log_says_so(self, lines: list[str], in_effect: bool) -> None:
-        launch = record("sglang", {"speculation": "none", "allreduce": "pcie_ipc"}, tp=8)
+        launch = record("sglang", {"speculation": "none", "allreduce": "flashinfer_pcie_ipc"}, tp=8)
         assert launch.env["SGLANG_ENABLE_PCIE_IPC_ALLREDUCE"] == "1"
         found = get_engine("sglang").mismatches(launch, {"log_pcie_ipc": lines})
         assert (found == []) == in_effect
@@ -234,7 +234,7 @@ class TestLlamaServer:
         ("vllm", {"speculation": "eagle3", "num_steps": 3}, {}, "draft_head: is needed"),
         ("vllm", {"speculation": "ngram", "num_steps": 3, "topk": 4}, {}, "topk: 4 is not valid"),
         ("vllm", {"speculation": "ngram", "num_steps": 3, "spec_version": "v2"}, {}, "drafts ngram synchronously"),
-        ("vllm", {"speculation": "none", "allreduce": "pcie_ipc"}, {"tp": 6}, "2, 4 or 8 GPUs"),
+        ("vllm", {"speculation": "none", "allreduce": "flashinfer_pcie_ipc"}, {"tp": 6}, "2, 4 or 8 GPUs"),
         ("vllm", {"speculation": "none", "allreduce": "custom"}, {}, "one GPU"),
         ("vllm", {"speculation": "none", "prefill_tokens": 64}, {}, "fewer than max_running_requests"),
         ("vllm", {"speculation": "none", "allreduce": "mscclpp"}, {"tp": 8}, "allreduce: 'mscclpp' is not valid"),
@@ -302,12 +302,9 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"speculation": "ngram", "num_steps": 3, "topk": 2},
         *(
             {"speculation": "none", "tp": 8, "allreduce": p}
-            for p in ("nccl", "custom", "flashinfer_fusion", "pcie_ipc")
+            for p in ("nccl", "custom", "flashinfer_fusion", "flashinfer_pcie_ipc")
         ),
-        *(
-            {"speculation": "none", "tp": 8, "allreduce": p}
-            for p in ("torch_symm_mem", "nccl_symm_mem", "mscclpp", "nvls")
-        ),
+        *({"speculation": "none", "tp": 8, "allreduce": p} for p in ("symm_mem", "nccl_symm", "mscclpp", "nvls")),
     ],
     "vllm": [
         {"speculation": "none", "cuda_graphs": False, "prefix_cache": "off", "seed": 1, "page_size": 16},
@@ -472,4 +469,4 @@ def test_the_topology_speaks_against_paths_that_need_links() -> None:
     assert (linked(pcie), linked(linked_up), linked([])) == (False, True, None)
     assert doubt("custom", 3, pcie)
     assert doubt("custom", 2, linked_up) is None
-    assert doubt("pcie_ipc", 8, pcie) is None
+    assert doubt("flashinfer_pcie_ipc", 8, pcie) is None

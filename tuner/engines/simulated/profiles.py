@@ -60,7 +60,7 @@ def reference_profile(fitted: Fitted = FITTED) -> Profile:
             "nccl_tree": AllReduce(0.9 * ring.latency_s, 0.6 * ring.bytes_per_s),
             "custom": AllReduce(1.2 * ring.latency_s, 0.5 * ring.bytes_per_s),
             "nccl": ring,
-            "pcie_ipc": AllReduce(0.8 * ring.latency_s, 0.7 * ring.bytes_per_s),
+            "flashinfer_pcie_ipc": AllReduce(0.8 * ring.latency_s, 0.7 * ring.bytes_per_s),
         },
         sync_s_per_row=fitted.sync_s_per_row,
     )
