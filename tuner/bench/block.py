@@ -77,14 +77,16 @@ def measure_block(
     on_progress: Callable[[BlockProgress], None] | None = None,
     server_failure: Callable[[], Failure | None] = lambda: None,
     server_cpu_s: Callable[[], float] | None = None,
+    devices: Sequence[str] = (),
 ) -> BlockOutcome:
     """Measure one concurrency level of a running server; returns when it is done.
 
     The n-th request is a function of `prompts`, `concurrency`, `max_tokens` and `seed`: give both blocks of a pair the
     same. `server_failure` is asked five times a second, in this thread, and must be quick; once it returns a failure
     the block ends with it. `server_cpu_s` gives the CPU seconds of a server on this machine so far; without it nobody
-    knows whose load is a stranger's. `ceiling_events_per_s` is the client's (`selftest.client_ceiling`); a block that
-    comes near it is invalid. A block that fails a gate is returned all the same, with `valid` false and the gate.
+    knows whose load is a stranger's. `devices` are the GPUs that the server may use, where they are not all.
+    `ceiling_events_per_s` is the client's (`selftest.client_ceiling`); a block that comes near it is invalid. A block
+    that fails a gate is returned all the same, with `valid` false and the gate.
 
     Raises:
         UsageError: arguments that cannot be measured. Nothing was sent.
@@ -103,6 +105,7 @@ def measure_block(
         server_failure,
         ceiling_events_per_s,
         server_cpu_s,
+        devices,
     )
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run.outcome(role))
@@ -160,6 +163,7 @@ class _BlockRun:
         server_failure: Callable[[], Failure | None],
         ceiling_events_per_s: float | None,
         server_cpu_s: Callable[[], float] | None,
+        devices: Sequence[str],
     ) -> None:
         self.target = target
         self.sampling = sampling
@@ -172,6 +176,7 @@ class _BlockRun:
         self.server_failure = server_failure
         self.ceiling_events_per_s = ceiling_events_per_s
         self.server_cpu_s = server_cpu_s
+        self.devices = devices
         self.phase: Phase = "probe"
         self.phase_start_ns = monotonic_ns()
         self.phase_s = 0.0
@@ -256,7 +261,7 @@ class _BlockRun:
                 end_ns = start_ns + int(window_s * NS)
                 self._enter("window", window_s)
                 await self._until(lambda: monotonic_ns() >= start_ns + (end_ns - start_ns) // 2)
-                gpus = asyncio.create_task(machines.slowed_gpus())
+                gpus = asyncio.create_task(machines.slowed_gpus(self.devices))
                 await self._until(lambda: monotonic_ns() >= end_ns)
                 surroundings = machines.between(machine, self._read_machine(client))
                 after = asyncio.create_task(self._snapshot())

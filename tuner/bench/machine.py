@@ -9,7 +9,7 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
@@ -111,13 +111,17 @@ def between(first: Reading | None, last: Reading | None, gpus: tuple[str, ...] =
     )
 
 
-async def slowed_gpus() -> tuple[str, ...]:
-    """Each GPU whose clock is held down right now, with the reason; none where there is no `nvidia-smi`."""
+async def slowed_gpus(devices: Sequence[str] = ()) -> tuple[str, ...]:
+    """Each GPU whose clock is held down right now, with the reason; none where there is no `nvidia-smi`.
+
+    Of `devices` alone, where some are named: the others are not the server's.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
+    only = [f"--id={','.join(devices)}"] if devices else []
     process = await asyncio.create_subprocess_exec(
-        program, _QUERY, _CSV, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        program, _QUERY, _CSV, *only, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     try:
         async with asyncio.timeout(GPU_TIMEOUT_S):

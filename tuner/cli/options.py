@@ -32,6 +32,14 @@ More = Annotated[
     ),
 ]
 Hours = Annotated[float | None, typer.Option("--hours", metavar="H", help="Hours with a server, in total.")]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices",
+        metavar="0,1",
+        help="The only devices that this worker's servers use (0,1 or 0-3 or ids); overrides engine.devices.",
+    ),
+]
 NoCrashMemory = Annotated[
     bool, typer.Option("--no-crash-memory", help="Launch also what is known to crash from other studies.")
 ]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tuner.cli import options
 from tuner.cli.console import complain, outlive_output, say
 from tuner.errors import TunerError, UsageError
+
+if TYPE_CHECKING:
+    from tuner.study.place import Place
 
 
 def command(
@@ -25,6 +28,15 @@ def command(
     hours: options.Hours = None,
     overrides: options.Overrides = None,
     profile: options.Profile = None,
+    devices: options.Devices = None,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="STUDY",
+            help="For a new study: take from an earlier one what still applies, and say what does not; repeatable.",
+        ),
+    ] = None,
     storage: options.Storage = None,
     no_crash_memory: options.NoCrashMemory = False,
     quiet: options.Quiet = False,
@@ -33,27 +45,39 @@ def command(
     """Tune: create the study of a space file, or continue it, and end with the recommendation."""
     from tuner.space import find_space
     from tuner.study.preflight import require
-    from tuner.study.session import Limits, current_fingerprint, open_or_create, read_space
+    from tuner.study.session import Limits, current_fingerprint, here, open_or_create, read_space
 
     name = file or space
     if name is None or (file and space and file != space):
         raise UsageError("name one space file: tuner run FILE, for instance tuner run quickstart.yaml")
     limits = Limits(launches=launches, candidates=candidates, hours=hours, more=more)
-    tuned = read_space(name, tuple(overrides or ()), profile)
+    only = (f"engine.devices={devices}",) if devices else ()
+    tuned = read_space(name, (*(overrides or ()), *only), profile)
     require(tuned)
+    now = current_fingerprint(tuned)
+    place = here(tuned)
     store = open_or_create(
         tuned,
         name=study,
         storage=storage,
         limits=limits,
-        now=current_fingerprint(tuned),
+        now=now,
         text=Path(find_space(name)).read_text(encoding="utf-8"),
+        imports=tuple(imports or ()),
+        place=place,
+        tell=complain if quiet or json_log else say,
     )
-    carry_out(store, storage=storage, no_crash_memory=no_crash_memory, quiet=quiet, json_log=json_log)
+    carry_out(store, storage=storage, no_crash_memory=no_crash_memory, quiet=quiet, json_log=json_log, place=place)
 
 
 def carry_out(
-    store: object, *, storage: str | None, no_crash_memory: bool = False, quiet: bool, json_log: bool
+    store: object,
+    *,
+    storage: str | None,
+    no_crash_memory: bool = False,
+    quiet: bool,
+    json_log: bool,
+    place: Place | None = None,
 ) -> None:
     """Runs a study to its end and prints the answer; says how to go on when it is interrupted."""
     from tuner.cli.watch import watching
@@ -74,7 +98,8 @@ def carry_out(
     observer, context = watching(quiet=quiet, json_log=json_log)
     try:
         with context:
-            data = run_study(store, observer=observer, crashes=None if no_crash_memory else CrashMemory())
+            crashes = None if no_crash_memory else CrashMemory()
+            data = run_study(store, observer=observer, crashes=crashes, place=place)
     except Interrupted as error:
         complain(
             f"\nInterrupted by {error}. The server is stopped and nothing measured is lost. "

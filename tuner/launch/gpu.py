@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SLACK_MIB = 256
@@ -51,9 +51,13 @@ def gpus() -> list[Gpu]:
     return parse_gpus(ask("--query-gpu=index,name,memory.total,memory.used,driver_version", *_CSV) or "")
 
 
-def processes() -> list[GpuProcess]:
-    """Processes that compute on a GPU; inside a container those outside of it may not be listed."""
-    return parse_processes(ask("--query-compute-apps=pid,used_memory", *_CSV) or "")
+def processes(devices: Sequence[str] = ()) -> list[GpuProcess]:
+    """Processes that compute on a GPU, on one of `devices` where some are named.
+
+    Inside a container those outside of it may not be listed.
+    """
+    only = [f"--id={','.join(devices)}"] if devices else []
+    return parse_processes(ask("--query-compute-apps=pid,used_memory", *_CSV, *only) or "")
 
 
 def topology() -> list[str]:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from tuner.errors import UsageError
 from tuner.records import Candidate, Setting
+from tuner.space.devices import VISIBLE
 from tuner.space.document import Document, Path, dotted
 from tuner.space.expression import Expression, ExpressionError, parse
 from tuner.space.problems import Problem, unknown
@@ -175,6 +176,8 @@ class Checker:
             return
         if engine.api_key_env is not None and not ENV_NAME.fullmatch(f"env.{engine.api_key_env}"):
             self.report(("engine", "api_key_env"), "names the variable that holds the key; this is no such name")
+        if engine.devices and (VISIBLE in engine.env or f"env.{VISIBLE}" in file.parameters):
+            self.report(("engine", "devices"), f"{VISIBLE} is set by devices, and must not be set otherwise as well")
         if engine.container is not None and outside.container_problems is not None:
             for place, message in outside.container_problems(engine.kind, engine.container):
                 self.report(("engine", "container", *place), message)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tuner.records import Setting
+from tuner.space.devices import device_names
 
 Profile = Literal["short", "full"]
 Sampler = Literal["model", "tpe", "gp", "nsga2", "random", "exhaustive"]
@@ -93,6 +94,10 @@ def _gpus(value: Any) -> Any:
     raise ValueError(f"must be all or a list of indices such as [0, 1], not {value!r}")
 
 
+def _devices(value: Any) -> Any:
+    return list(device_names(value)) or None
+
+
 Text = Annotated[str, BeforeValidator(_text)]
 
 
@@ -131,7 +136,8 @@ class LaunchSection(Section):
 class EngineSection(Section):
     """Which server is tuned. `args` are fixed settings; `env` values set a variable, null removes it.
 
-    `api_key_env` names the variable that holds the key which the server wants; only its name is kept.
+    `api_key_env` names the variable that holds the key which the server wants; only its name is kept. `devices` are
+    the only ones that servers may use; they are the machine's, not part of what is studied.
     """
 
     kind: str
@@ -140,6 +146,7 @@ class EngineSection(Section):
     env: dict[str, EnvValue] = Field(default_factory=dict)
     container: ContainerSection | None = None
     api_key_env: str | None = None
+    devices: Annotated[list[str] | None, BeforeValidator(_devices)] = None
     launch: LaunchSection = Field(default_factory=LaunchSection)
 
 

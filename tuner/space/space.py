@@ -163,6 +163,7 @@ class Space:
         self.env: dict[str, str | None] = dict(file.engine.env)
         self.container: ContainerSection | None = file.engine.container
         self.api_key_env: str | None = file.engine.api_key_env
+        self.devices: tuple[str, ...] = tuple(file.engine.devices or ())
         self.launch: LaunchSection = file.engine.launch
         self.simulation: SimulationSection | None = None
         if self.kind == SIMULATED:
@@ -255,7 +256,8 @@ class Space:
     def meaning(self) -> dict[str, Any]:
         """All that a measurement depends on, as it is in effect: all but name, budget, sampler, hook and quality gate.
 
-        Nor does it depend on how long the tuner waits for a server, or where it finds a key.
+        Nor does it depend on how long the tuner waits for a server, where it finds a key, or which of several equal
+        devices it uses: that is part of a launch.
         """
         file = self.file.model_dump(mode="json")
         del (
@@ -266,6 +268,7 @@ class Space:
             file["quality"],
             file["engine"]["launch"],
             file["engine"]["api_key_env"],
+            file["engine"]["devices"],
         )
         for name in ("concurrency", "slo"):
             if file["objective"][name] is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tuner.engines.base import Reconfigurable
+from tuner.engines.base import Change, Reconfigurable
 from tuner.errors import EnvironmentBroken, LaunchFailed, StudyStopped
 from tuner.judge.quality import Answers
 from tuner.launch.kinds import failure as kind_failure
@@ -19,7 +20,7 @@ from tuner.records import Block, Candidate, Failure, LaunchRecord
 from tuner.space import Listed
 from tuner.study.crash_regions import CrashesSeen, crashes_seen, most_crashes
 from tuner.study.crashes import CrashMemory
-from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData
+from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData, StudyState
 from tuner.study.database import finite, storage_problem
 from tuner.study.decide import recommendation, verdicts_of
 from tuner.study.effect import Effects
@@ -34,9 +35,12 @@ from tuner.study.engine import (
 )
 from tuner.study.evidence import costs_of, evidence_of, goal_of
 from tuner.study.hot import cold_values, group, reachable
+from tuner.study.inherit import FIRST, in_space
 from tuner.study.journal import Entry, Journal
+from tuner.study.place import Place
 from tuner.study.planner import (
     STRAY,
+    Abandon,
     Begin,
     Confirm,
     Done,
@@ -45,7 +49,9 @@ from tuner.study.planner import (
     Policy,
     Step,
     Stop,
+    TakeOver,
     Tell,
+    Wait,
     idle,
     launches_used,
     next_step,
@@ -63,12 +69,16 @@ from tuner.study.world import RunningServer, StopReport, World
 
 HOST = "127.0.0.1"
 
+WAIT_S = 5.0
+"""How long a worker that has nothing to do waits before it looks again."""
+
 
 @dataclass
 class _Up:
     """The server that is up: its launch, how it was launched, and whose settings it has now (`slot`, `record`).
 
-    `change` is the reconfiguration that gave it those; None while it is as it was launched.
+    `change` is the reconfiguration that gave it those; None while it is as it was launched. `asked` is still
+    to be sent.
     """
 
     launch: int
@@ -76,6 +86,7 @@ class _Up:
     record: LaunchRecord
     slot: Slot
     change: int | None = None
+    asked: Change | None = None
 
 
 class Controller:
@@ -93,6 +104,11 @@ class Controller:
         shield: delays interruptions while facts are kept and servers are ended.
         probe: asks servers for answers, for the output-quality gate; None to do without it.
         crashes: what other studies have learned to crash; None to try everything.
+        place: where servers are launched, and with which devices; None for a study of one worker.
+        others: the places of the study's other living workers.
+        siblings: whether one of them launches its servers on this host.
+        turn: held while it is decided what is next, so that no two workers decide the same.
+        pause: waits for so many seconds.
     """
 
     def __init__(
@@ -109,6 +125,11 @@ class Controller:
         shield: Callable[[], AbstractContextManager[None]] = nullcontext,
         crashes: CrashMemory | None = None,
         probe: Probe | None = None,
+        place: Place | None = None,
+        others: Callable[[], frozenset[str]] = frozenset,
+        siblings: Callable[[], bool] = lambda: False,
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.store = store
         self.engine = engine
@@ -121,14 +142,21 @@ class Controller:
         self.shield = shield
         self.crashes = crashes
         self.probe = probe
+        self.place = place.name if place else ""
+        self.place_env = place.env if place else {}
+        self.others = others
+        self.siblings = siblings
+        self.turn = turn
+        self.pause = pause
+        self._waiting = ""
         self._unsettled: StopReport | None = None
         self._names: dict[str, str] = {}
         self._up: _Up | None = None
 
     @cached_property
     def journal(self) -> Journal:
-        """The write-ahead record of the study's blocks."""
-        return Journal(self.folder, self.store.data().uid)
+        """The write-ahead record of the blocks that this worker measures."""
+        return Journal(self.folder, self.store.data().uid, ",".join(self.place.partition("/")[2:]))
 
     def run(self) -> StudyData:
         """Works until nothing is left to do; returns the finished study.
@@ -138,10 +166,11 @@ class Controller:
                 again at the same place.
             EnvironmentBroken: the machine is at fault. Both can be run again.
         """
-        data = self._recover()
-        if isinstance(self._next(data), Done) and data.state == "done":
-            return data
-        self.store.set_state("running")
+        with self.turn():
+            data = self._recover()
+            if isinstance(self._next(data), Done) and data.state == "done":
+                return data
+            self.store.set_state("running")
         try:
             return self._work()
         except BaseException:
@@ -153,34 +182,75 @@ class Controller:
     def _work(self) -> StudyData:
         while True:
             self.check()
-            data = self.store.data()
-            self.observer.state(data)
-            step = self._next(data)
-            if self._up is not None and not _needs(step, self._up.launch):
-                self._take_down()
-                continue  # what has ended may change what comes next
-            match step:
-                case Begin():
-                    self._begin(data, step)
-                case Launch(slot=slot):
-                    self._bring_up(data, slot)
-                case Measure(slot=slot, levels=levels, on=None):
-                    if self._bring_up(data, slot):
-                        self._measure(data, slot, levels)
-                    if self._up is not None:
-                        self._take_down()
-                case Measure(slot=slot, levels=levels):
-                    self._measure(data, slot, levels)
-                case Tell(number=number):
-                    self._tell(data, data.trials[number])
-                case Confirm(confirmation=confirmation):
-                    self.store.put_confirmation(confirmation)
-                    named = " and ".join(self._named(data, c) for c in confirmation.finalists)
-                    self._say("confirmation", f"confirming {named} in {confirmation.pairs} pairs with the baseline")
-                case Stop():
-                    self._stop(data, step)
-                case Done(reason=reason):
-                    return self._finish(data, reason)
+            with self.turn():
+                data = self._tidied(self.store.data())
+                self.observer.state(data)
+                step = self._next(data)
+                if isinstance(step, Done):
+                    return data if data.state == "done" else self._finish(data, step.reason)
+                first = self._first(step)
+                if first is None:
+                    act = self._decide(data, step)
+            (first or act)()
+
+    def _first(self, step: Step) -> Callable[[], object] | None:
+        """What has to be done before a step, and takes time; afterwards another step may be due."""
+        if self._up is not None and not _needs(step, self._up.launch):
+            return self._take_down
+        launches = isinstance(step, Launch) or (isinstance(step, Measure) and step.on is None)
+        return self._settle if launches and self._unsettled is not None else None
+
+    def _decide(self, data: StudyData, step: Step) -> Callable[[], object]:
+        """Keeps what a step decides, at once; returns what it does, which takes time."""
+        if not isinstance(step, Wait):
+            self._waiting = ""
+        match step:
+            case Begin():
+                if not self._begin(data, step):
+                    return lambda: self._wait("what would be tried next is measured elsewhere")
+            case Launch(slot=slot):
+                launch = self.store.begin_launch(slot, self.place)
+                return lambda: self._launch(data, slot, launch)
+            case Measure(slot=slot, levels=levels, on=None):
+                launch = self.store.begin_launch(slot, self.place)
+                return lambda: self._launch_for(data, slot, launch, levels)
+            case Measure(slot=slot, levels=levels):
+                self._ask(data, slot)
+                return lambda: self._measure(data, slot, levels)
+            case Tell(number=number):
+                self._tell(data, data.trials[number])
+            case Confirm(confirmation=confirmation):
+                self.store.put_confirmation(confirmation)
+                named = " and ".join(self._named(data, c) for c in confirmation.finalists)
+                self._say("confirmation", f"confirming {named} in {confirmation.pairs} pairs with the baseline")
+            case TakeOver(number=number, repetition=repetition):
+                self.store.trials.take_over(number, self.place, repetition)
+                whom = self._named(data, data.trials[number].candidate_id)
+                self._event("taken_over", f"trial {number} ({whom}): its worker is gone; it is measured anew here")
+            case Abandon():
+                self.store.abandon(step.round, step.repetition, step.why)
+                self._say("abandoned", step.why)
+            case Wait(why=why):
+                return lambda: self._wait(why)
+            case Stop():
+                self._stop(data, step)
+        return _nothing
+
+    def _wait(self, why: str) -> None:
+        if why != self._waiting:
+            self._waiting = why
+            self._say("waiting", f"waiting: {why}")
+        self.pause(WAIT_S)
+
+    def _tidied(self, data: StudyData) -> StudyData:
+        """Closes what workers that are gone have left open; what they were at is free again."""
+        busy = self.others()
+        mine = self._up.launch if self._up else None
+        left = [one for one in data.launches if one.ended_at is None and one.id != mine and one.place not in busy]
+        for launch in left:
+            if launch.state != "imported":
+                self._close(data, launch)
+        return self.store.data() if left else data
 
     def _next(self, data: StudyData) -> Step:
         return next_step(
@@ -190,6 +260,8 @@ class Controller:
             hot=self._hot,
             serving=self._up.launch if self._up else None,
             exhausted_here=self._exhausted_here(data),
+            place=self.place,
+            busy=self.others(),
         )
 
     @cached_property
@@ -205,19 +277,22 @@ class Controller:
     def _recover(self) -> StudyData:
         """Ends what a dead tuner has left running, and closes its open launches."""
         data = self.store.data()
-        mine = {"study": data.uid}
-        if pids := self.world.reap(mine):
-            self._event("reaped", f"ended {len(pids)} processes that an earlier run had left", pids=pids)
-            if left := self.world.remaining(mine):
-                self._broken(f"{', '.join(map(str, left))} of an earlier run cannot be ended; see `tuner doctor`")
+        for mine in self._left_markers(data):
+            if pids := self.world.reap(mine):
+                self._event("reaped", f"ended {len(pids)} processes that an earlier run had left", pids=pids)
+                if left := self.world.remaining(mine):
+                    self._broken(f"{', '.join(map(str, left))} of an earlier run cannot be ended; see `tuner doctor`")
         for sentence in self.world.neighbours():
             self._event("neighbour", sentence)
         self._take_over(data)
-        data = self.store.data()
-        for launch in data.launches:
-            if launch.ended_at is None:
-                self._close(data, launch)
-        return self.store.data()
+        return self._tidied(self.store.data())
+
+    def _left_markers(self, data: StudyData) -> list[dict[str, str]]:
+        """The markers of what an earlier run may have left here; what another worker has launched is at work."""
+        if not self.siblings():
+            return [{"study": data.uid}]
+        busy = self.others()
+        return [{"study": data.uid, "launch": str(one.id)} for one in data.launches if one.place not in busy]
 
     def _close(self, data: StudyData, launch: StoredLaunch) -> None:
         state: LaunchState = launch.state
@@ -263,7 +338,7 @@ class Controller:
         return crashes_seen(data, self.crashes.elsewhere(data) if self.crashes is not None else ())
 
     def _exhausted_here(self, data: StudyData) -> bool:
-        launch = group(data) if self._hot else None
+        launch = group(data, self.place) if self._hot else None
         return launch is not None and self._exhausted(data, launch.id)
 
     def _reach(self, data: StudyData, within: int | None) -> Mapping[str, Listed] | None:
@@ -276,25 +351,28 @@ class Controller:
         launched = data.settings_of(data.launch[launch].slot.candidate_id)
         return reachable(self._hot, launched, candidate.settings)
 
-    def _begin(self, data: StudyData, step: Begin) -> None:
-        """Makes a trial. What needs no launch is told at once."""
+    def _begin(self, data: StudyData, step: Begin) -> bool:
+        """Makes a trial, unless what it would be is being measured. What needs no launch is told at once."""
         number = step.number
         if number == 0:
             # A baseline that the parameters do not make up has none: the sampler passes over it.
             self.store.put_candidate(data.baseline)
-            self.store.trials.begin("baseline", data.baseline.id, None)
-            return
+            self.store.trials.begin("baseline", data.baseline.id, None, self.place)
+            return True
         tried = {trial.candidate_id: trial for trial in reversed(data.trials)}  # each with its first trial
         equal = {self._effects.of(data.candidates[c]): trial for c, trial in tried.items() if _was_measured(trial)}
         seen = self._crashes_seen(data)
         proposal, drawn = self._propose(data, step, tried, seen)
         candidate = proposal.candidate
         self.store.put_candidate(candidate)
+        same = equal.get(self._effects.of(candidate))
+        if any(one is not None and one.running for one in (tried.get(candidate.id), same)):
+            return False
         if candidate.id in tried:
             known = self._score(data, tried[candidate.id])
             why = f"the same as trial {tried[candidate.id].number}"
             self.store.trials.record("duplicate", candidate.id, proposal, known, why)
-        elif (same := equal.get(self._effects.of(candidate))) is not None:
+        elif same is not None:
             known, why = self._score(data, same), f"the same in effect as trial {same.number}"
             self.store.trials.record("duplicate", candidate.id, proposal, known, why)
             self._say("duplicate", f"trial {number}: {described(candidate)} is {why}, and not launched again")
@@ -311,8 +389,9 @@ class Controller:
             why_not = "it needs a launch of its own, and none is left for the search"
             self.store.trials.record("out_of_launches", candidate.id, proposal, FAILED, why_not)
         else:
-            self.store.trials.begin("measured", candidate.id, proposal)
+            self.store.trials.begin("measured", candidate.id, proposal, self.place)
             self._say("trial", f"trial {number}: {described(candidate)}", trial=number, candidate=candidate.id)
+        return True
 
     def _propose(
         self, data: StudyData, step: Begin, tried: Collection[str], seen: CrashesSeen
@@ -322,6 +401,8 @@ class Controller:
         Where its picks are of no use, an untried candidate is drawn instead (True), from where nothing crashed if there
         is such; from elsewhere only while crashes are few.
         """
+        if (first := self._first_of_stale(data, tried)) is not None:
+            return first, False
         space, fixed = data.space, None
         if step.within is not None:
             launched = data.candidates[data.launch[step.within].slot.candidate_id]
@@ -335,6 +416,8 @@ class Controller:
         history = self.store.trials.history()
         proposal = self._proposer.propose(history, evidence_of(data), goal_of(data), costs, fixed)
         stray = step.only and step.within is not None and not self._in_reach(data, step.within, proposal.candidate)
+        running = {trial.candidate_id for trial in data.trials if trial.running}
+        stray = stray or proposal.candidate.id in running
         if not stray and idle(data) < (PATIENCE if step.within is None else STRAY):
             return proposal, False
         left = {i: each for i, each in (self._reach(data, step.within) or {}).items() if i not in tried}
@@ -349,6 +432,16 @@ class Controller:
         drawn = draw_untried(space, left, (), data.seed, step.number)
         return (drawn, True) if drawn else (proposal, False)
 
+    def _first_of_stale(self, data: StudyData, tried: Collection[str]) -> Proposal | None:
+        """The best of what an earlier study measured under other conditions, before anything else is tried."""
+        stale = [one for one in data.imports if one.state == "stale" and one.value is not None]
+        stale.sort(key=lambda one: -(one.value or 0.0))
+        for one in stale[:FIRST]:
+            candidate = data.candidates[one.candidate_id]
+            if candidate.id not in tried:
+                return in_space(data.space, candidate)[0]
+        return None
+
     def _score(self, data: StudyData, trial: StoredTrial) -> Score:
         if trial.kind == "illegal":
             return ILLEGAL
@@ -357,7 +450,7 @@ class Controller:
         return score(data, trial.candidate_id)
 
     def _tell(self, data: StudyData, trial: StoredTrial) -> None:
-        state = slot_state(data, self.policy, Slot(trial.candidate_id, "screen", 0))
+        state = slot_state(data, self.policy, trial.slot)
         failure = state.failure or state.unusable
         result = FAILED if failure else self._score(data, trial)
         why = f"{failure.kind}: {failure.message}" if failure else ""
@@ -389,10 +482,15 @@ class Controller:
 
     # -- launches ---------------------------------------------------------------------------------------------------
 
-    def _bring_up(self, data: StudyData, slot: Slot) -> bool:
+    def _launch_for(self, data: StudyData, slot: Slot, launch: int, levels: tuple[int, ...]) -> None:
+        """A launch that serves one slot and no other."""
+        if self._launch(data, slot, launch):
+            self._measure(data, slot, levels)
+        if self._up is not None:
+            self._take_down()
+
+    def _launch(self, data: StudyData, slot: Slot, launch: int) -> bool:
         """Launches the slot's candidate; whether its server is up, or else the failure is kept."""
-        self._settle()
-        launch = self.store.begin_launch(slot)
         server: RunningServer | None = None
         try:
             try:
@@ -423,7 +521,9 @@ class Controller:
         candidate = data.candidates[slot.candidate_id]
         image = data.fingerprint.get("image")
         port = self.world.free_port() if port is None else port
-        return launch_record(data.space, self.engine, candidate, host=HOST, port=port, image=image)
+        return launch_record(
+            data.space, self.engine, candidate, host=HOST, port=port, image=image, place_env=self.place_env
+        )
 
     def _await(self, launch: int, server: RunningServer, record: LaunchRecord, slot: Slot) -> None:
         self.observer.working(slot, "ready")
@@ -440,8 +540,7 @@ class Controller:
         up = self._up
         assert up is not None
         try:
-            if up.slot != slot:
-                self._reconfigure(data, up, slot)
+            self._reconfigure(up)
             for level in levels:
                 if not self._block(data, up.launch, up.server, up.record, slot, level):
                     break  # without this level there is no result: the others would be measured for nothing
@@ -457,23 +556,33 @@ class Controller:
             self._report_failure(data, slot, error.failure, up.change is not None)
             self._take_down()
 
-    def _reconfigure(self, data: StudyData, up: _Up, slot: Slot) -> None:
-        """Puts the server that is up to a slot's settings, and reads back whether they are in effect.
+    def _ask(self, data: StudyData, slot: Slot) -> None:
+        """Keeps that the server that is up is about to get a slot's settings, where it has others."""
+        up = self._up
+        assert up is not None
+        if up.slot == slot:
+            return
+        record = self._record(data, slot, up.record.port)
+        assert isinstance(self.engine, Reconfigurable)
+        up.asked = self.engine.change(record)
+        # From here on the server may be half changed: whatever comes is the change's.
+        up.change = self.store.ask_reconfiguration(up.launch, slot, up.asked.body)
+        up.slot, up.record = slot, record
+        self._say("reconfigure", f"on the running server: {self._named(data, slot.candidate_id)} ({slot.role})")
+
+    def _reconfigure(self, up: _Up) -> None:
+        """Puts the server that is up to the settings that were asked for, and reads back whether they are in effect.
 
         Raises:
             LaunchFailed: they are not; what the server runs with is then not known.
         """
-        record = self._record(data, slot, up.record.port)
-        assert isinstance(self.engine, Reconfigurable)
-        change = self.engine.change(record)
-        self.observer.working(slot, "reconfigure")
-        # From here on the server may be half changed: whatever comes is the change's.
-        up.change = self.store.ask_reconfiguration(up.launch, slot, change.body)
-        up.slot, up.record = slot, record
-        self._say("reconfigure", f"on the running server: {self._named(data, slot.candidate_id)} ({slot.role})")
-        self.world.reconfigure(up.server, record, change)
+        asked, up.asked = up.asked, None
+        if asked is None or up.change is None:
+            return
+        self.observer.working(up.slot, "reconfigure")
+        self.world.reconfigure(up.server, up.record, asked)
         info = up.server.server_info()
-        if problem := unsettled(self.engine, record, change, info):
+        if problem := unsettled(self.engine, up.record, asked, info):
             raise LaunchFailed(up.server.failure() or kind_failure("reconfigure_failed", "readback", problem))
         self.store.reconfigured(up.change, info)
 
@@ -614,7 +723,8 @@ class Controller:
         """Keeps the blocks that are in the record and not in the database: a kill, or a lock, came in between."""
         known = {(launch.id, launch.slot) for launch in data.launches}
         known |= {(each.launch_id, each.slot) for each in data.reconfigurations}
-        for entry in self.journal.entries():
+        alone = not self.siblings()  # what another one at work here has written is its own to keep
+        for entry in self.journal.everything() if alone else self.journal.entries():
             if (entry.launch, entry.slot) not in known:
                 continue  # the database is an older copy: what the block was measured against is not in it
             if entry.attempt < self.store.attempts(entry.slot, entry.block.concurrency):
@@ -631,10 +741,9 @@ class Controller:
 
     def _end(self, slot: Slot, launch: int, server: RunningServer | None, *, interrupted: bool = False) -> None:
         """Ends the server and whatever carries the launch's marker, and closes the launch."""
-        data = self.store.data()
         self.observer.working(slot, "stop")
         report = server.stop() if server is not None else None
-        left = self.world.reap({"study": data.uid, "launch": str(launch)})
+        left = self.world.reap({"study": self.journal.study, "launch": str(launch)})
         if interrupted:
             now = self.store.data()
             stored = next(stored for stored in now.launches if stored.id == launch)
@@ -669,8 +778,15 @@ class Controller:
         self._event("settled", "what the last server held is back")
 
     def _broken(self, message: str) -> NoReturn:
-        self.store.set_state("stopped", message)
+        self._ended("stopped", message)
         raise EnvironmentBroken(f"{message}. Nothing measured is lost; run the same again once that is mended")
+
+    def _ended(self, state: StudyState, reason: str) -> None:
+        """This worker ends; the study with it, unless others go on."""
+        if self.others():
+            self.store.event(f"worker_{state}", f"{self.place}: {reason}")
+        else:
+            self.store.set_state(state, reason)
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
@@ -680,7 +796,7 @@ class Controller:
         log = next((launch.log_path for launch in reversed(data.launches) if launch.slot == step.slot), "")
         see = f" See {log}." if log else ""
         alike = [Slot(candidate, "screen", 0) for candidate in step.alike]
-        self.store.stop(said, step.slot, *alike)
+        self.store.stop(said, step.slot, *alike, alone=not self.others())
         kept = "Everything measured so far is kept; run the same again once it is mended."
         if step.kind == "baseline_failed":
             raise StudyStopped(f"the baseline cannot be measured, so nothing can be compared: {said}.{see} {kept}")
@@ -754,12 +870,16 @@ class Controller:
 
 
 def _was_measured(trial: StoredTrial) -> bool:
-    return trial.kind in ("baseline", "measured")
+    return trial.kind in ("baseline", "measured", "imported")
+
+
+def _nothing() -> None:
+    """For what was done when it was decided."""
 
 
 def _needs(step: Step, launch: int) -> bool:
     """Whether a step leaves the server of a launch up."""
-    return isinstance(step, (Begin, Tell)) or (isinstance(step, Measure) and step.on == launch)
+    return isinstance(step, (Begin, Tell, TakeOver)) or (isinstance(step, Measure) and step.on == launch)
 
 
 def _is_finite(block: Block) -> bool:

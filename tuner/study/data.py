@@ -10,9 +10,9 @@ from typing import Any, Literal
 from tuner.records import Candidate, Failure, LaunchRecord, Pair, Role, Setting, StoredBlock, Verdict
 from tuner.space import Space
 
-TrialKind = Literal["baseline", "measured", "duplicate", "illegal", "known_crash", "out_of_launches"]
-LaunchState = Literal["running", "done", "failed", "interrupted"]
+TrialKind = Literal["baseline", "measured", "duplicate", "illegal", "known_crash", "out_of_launches", "imported"]
 ReconfigurationState = Literal["asked", "in_effect", "failed"]
+LaunchState = Literal["running", "done", "failed", "interrupted", "imported"]
 StudyState = Literal["new", "running", "interrupted", "stopped", "done"]
 
 
@@ -36,6 +36,7 @@ class StoredTrial:
     `running` trials have no value yet. `value` is the log speed-up over the baseline, `constraints` are met at 0 and
     below. A duplicate repeats what is known of an equal candidate; an illegal one was never launched (`why`),
     nor one that is known to crash, nor one that would need a launch when none is left for the search.
+    An imported one was measured in an earlier study.
     """
 
     number: int
@@ -46,6 +47,13 @@ class StoredTrial:
     value: float | None
     constraints: Mapping[str, float]
     why: str = ""
+    place: str = ""
+    repetition: int = 0
+
+    @property
+    def slot(self) -> Slot:
+        """What is measured for it. One that another place has taken over begins anew, as another repetition."""
+        return Slot(self.candidate_id, "screen", self.repetition)
 
     @property
     def feasible(self) -> bool:
@@ -85,6 +93,7 @@ class StoredLaunch:
     stop_mode: str | None
     failure: Failure | None
     forgiven: bool = False
+    place: str = ""
 
     @property
     def duration_s(self) -> float:
@@ -117,7 +126,8 @@ class Reconfiguration:
 class Confirmation:
     """One round of confirmation: each finalist against the baseline, `pairs` times, from `first_repetition` on.
 
-    A pair with a block that never passes its gates is lost; up to `spares` further ones take the place of such.
+    A pair with a block that never passes its gates is lost; up to `spares` further ones take the place of such. So does
+    one more for each that was `abandoned`, its worker being gone. All blocks of a pair are of one place.
     """
 
     round: int
@@ -125,11 +135,24 @@ class Confirmation:
     first_repetition: int
     pairs: int
     spares: int = 0
+    abandoned: tuple[int, ...] = ()
 
     @property
     def repetitions(self) -> range:
         """The repetitions that belong to this round, spares included; a pair's index is its repetition."""
-        return range(self.first_repetition, self.first_repetition + self.pairs + self.spares)
+        count = self.pairs + self.spares + len(self.abandoned)
+        return range(self.first_repetition, self.first_repetition + count)
+
+
+@dataclass(frozen=True)
+class Import:
+    """What an earlier study knew of a candidate, and what became of it here (`inherit.py`); `value` is of there."""
+
+    source: str
+    candidate_id: str
+    state: str
+    why: str
+    value: float | None
 
 
 @dataclass(frozen=True)
@@ -167,6 +190,9 @@ class StudyData:
     """(candidate, kind) → what is known of its answers; `study/quality.py` says what."""
     reconfigurations: tuple[Reconfiguration, ...] = ()
 
+    imports: tuple[Import, ...] = ()
+    """What was known from earlier studies when this one began."""
+
     @property
     def baseline(self) -> Candidate:
         """What every candidate is compared with."""
@@ -190,10 +216,19 @@ class StudyData:
         """The valid block of a slot at a level."""
         return next((b for b in self.by_slot.get(slot, ()) if b.concurrency == concurrency and b.block.valid), None)
 
+    def at(self, place: str) -> tuple[StoredLaunch, ...]:
+        """The launches at a place, in order."""
+        return tuple(launch for launch in self.launches if launch.place == place)
+
     @property
     def measured(self) -> tuple[StoredTrial, ...]:
         """The trials that were launched, in order, the baseline not among them."""
         return tuple(trial for trial in self.trials if trial.kind == "measured")
+
+    @property
+    def scored(self) -> tuple[StoredTrial, ...]:
+        """The trials whose candidates are compared with the baseline: those launched here, and imported ones."""
+        return tuple(trial for trial in self.trials if trial.kind in ("measured", "imported"))
 
     @property
     def simulated(self) -> bool:
@@ -203,7 +238,8 @@ class StudyData:
     @property
     def elapsed_s(self) -> float:
         """Seconds during which a server of this study was up; of one that is up, until its last block."""
-        return sum(launch.duration_s or self._so_far_s(launch) for launch in self.launches)
+        own = [launch for launch in self.launches if launch.state != "imported"]
+        return sum(launch.duration_s or self._so_far_s(launch) for launch in own)
 
     def _so_far_s(self, launch: StoredLaunch) -> float:
         if launch.ended_at is not None:

@@ -97,11 +97,19 @@ def illegal(space: Space, engine: StudyEngine, candidate: Candidate) -> str | No
 
 
 def launch_record(
-    space: Space, engine: StudyEngine, candidate: Candidate, *, host: str, port: int, image: str | None = None
+    space: Space,
+    engine: StudyEngine,
+    candidate: Candidate,
+    *,
+    host: str,
+    port: int,
+    image: str | None = None,
+    place_env: Mapping[str, str] | None = None,
 ) -> LaunchRecord:
     """How to start the server of a candidate. Its settings include the environment variables that were tried.
 
-    `image` is the container's by digest, where the space has a container.
+    `image` is the container's by digest, where the space has a container; `place_env` keeps a server to the devices of
+    its worker.
     """
     settings, env = split(candidate)
     args = space.args
@@ -110,7 +118,7 @@ def launch_record(
     record = engine.record(
         model=space.model,
         args=args,
-        env={**space.env, **env},
+        env={**space.env, **(place_env or {}), **env},
         settings=settings,
         host=listens_on(space.container, host),
         port=port,

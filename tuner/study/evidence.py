@@ -18,9 +18,12 @@ BLOCK_SD = 0.012
 
 
 def evidence_of(data: StudyData) -> Evidence:
-    """All valid blocks, and the candidates that could not be measured."""
+    """All valid blocks, as if of one host, and the candidates that could not be measured."""
+    fast = place_speeds(data)
+    at = {launch.id: launch.place for launch in data.launches}
     blocks = sorted(data.blocks.values(), key=lambda stored: stored.order)
-    measured = [_measurement(data, stored) for stored in blocks if stored.block.valid and stored.block.tokens_per_s > 0]
+    usable = [stored for stored in blocks if stored.block.valid and stored.block.tokens_per_s > 0]
+    measured = [_measurement(data, stored, fast.get(at.get(stored.launch_id, ""), 0.0)) for stored in usable]
     failed = [
         data.candidates[trial.candidate_id]
         for trial in data.trials
@@ -29,13 +32,33 @@ def evidence_of(data: StudyData) -> Evidence:
     return Evidence(tuple(measured), tuple(failed))
 
 
-def _measurement(data: StudyData, stored: StoredBlock) -> Measurement:
+def place_speeds(data: StudyData) -> dict[str, float]:
+    """Place → ln of how fast it is, by its baseline, against the mean of all places.
+
+    The model learns from tokens per second; hosts of one kind differ in them by more than candidates do.
+    """
+    at = {launch.id: launch.place for launch in data.launches}
+    seen: dict[int, dict[str, list[float]]] = {}
+    for stored in data.blocks.values():
+        if stored.candidate_id == data.baseline.id and stored.block.valid and stored.block.tokens_per_s > 0:
+            places = seen.setdefault(stored.concurrency, {})
+            places.setdefault(at.get(stored.launch_id, ""), []).append(math.log(stored.block.tokens_per_s))
+    offsets: dict[str, list[float]] = {}
+    for places in seen.values():
+        means = {place: math.fsum(values) / len(values) for place, values in places.items()}
+        middle = math.fsum(means.values()) / len(means)
+        for place, mean in means.items():
+            offsets.setdefault(place, []).append(mean - middle)
+    return {place: math.fsum(values) / len(values) for place, values in offsets.items()}
+
+
+def _measurement(data: StudyData, stored: StoredBlock, fast: float) -> Measurement:
     block = stored.block
     sd = BLOCK_SD * math.sqrt(max(1.0, USUAL_WINDOW_S / max(block.window_s, 1.0)))
     return Measurement(
         data.candidates[stored.candidate_id],
         stored.concurrency,
-        block.tokens_per_s,
+        block.tokens_per_s * math.exp(-fast),
         block.accept_length,
         block.ttft_ms.p90,
         sd,

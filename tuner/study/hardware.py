@@ -6,13 +6,19 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 
-def hardware() -> dict[str, Any]:
-    """Processor, usable cores, memory in GiB and GPUs. The same on every call on an unchanged machine."""
-    return {"cpu": _cpu(), "cores": _cores(), "memory_gib": _memory_gib(), "gpus": _gpus()}
+def hardware(devices: Sequence[str] = ()) -> dict[str, Any]:
+    """Processor, usable cores, memory in GiB and GPUs, of which only `devices` where some are named.
+
+    The same on every call on an unchanged machine. The driver is told where there is a GPU.
+    """
+    gpus, driver = _gpus(devices)
+    found = {"cpu": _cpu(), "cores": _cores(), "memory_gib": _memory_gib(), "gpus": gpus}
+    return {**found, "driver": driver} if driver else found
 
 
 def _cpu() -> str:
@@ -36,14 +42,18 @@ def _memory_gib() -> int | None:
         return None
 
 
-def _gpus() -> list[str]:
-    """Names of the NVIDIA GPUs, as `nvidia-smi` lists them; empty where it is not there or does not answer."""
+def _gpus(devices: Sequence[str]) -> tuple[list[str], str]:
+    """Names of the NVIDIA GPUs and their driver, as `nvidia-smi` tells; empty where it is not there or is silent."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return []
-    command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+        return [], ""
+    command = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    command += [f"--id={','.join(devices)}"] if devices else []
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in answer.stdout.splitlines() if line.strip()] if answer.returncode == 0 else []
+        return [], ""
+    if answer.returncode != 0:
+        return [], ""
+    rows = [line.rpartition(", ") for line in answer.stdout.splitlines() if line.strip()]
+    return [name.strip() for name, _, _ in rows], ", ".join(sorted({driver.strip() for _, _, driver in rows}))

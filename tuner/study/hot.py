@@ -115,18 +115,20 @@ def _baselines_on(data: StudyData, launch: StoredLaunch) -> list[Slot]:
     return own + [slot for slot in changed if slot.candidate_id == data.baseline.id]
 
 
-def group(data: StudyData) -> StoredLaunch | None:
-    """The launch in whose reach the search is: its last one, whether its server is still up or not.
+def group(data: StudyData, place: str = "") -> StoredLaunch | None:
+    """The launch in whose reach the search of a place is: its last one, whether its server is still up or not.
 
     So what is proposed next does not hang on whether the tuner was killed in between.
     """
-    return next((launch for launch in reversed(data.launches) if launch.slot.role == "screen"), None)
+    return next((launch for launch in reversed(data.at(place)) if launch.slot.role == "screen"), None)
 
 
 def served(data: StudyData, hot: Iterable[str], launch: StoredLaunch) -> int:
     """Candidates of the search in a row, the last ones, that are in the reach of a launch."""
     launched, count = data.settings_of(launch.slot.candidate_id), 0
     for trial in reversed(data.measured):
+        if trial.place != launch.place:
+            continue
         if not reachable(hot, launched, data.settings_of(trial.candidate_id)):
             break
         count += 1

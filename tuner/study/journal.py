@@ -18,6 +18,7 @@ from tuner.study.data import Slot
 from tuner.study.database import dumps
 
 FILE = "blocks.jsonl"
+"""Of a worker on all devices; one on some devices has a record of its own beside it."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,14 @@ class Entry:
 
 
 class Journal:
-    """The record in a study's folder. `study` is the study's uid: entries of any other are passed over."""
+    """The record in a study's folder. `study` is the study's uid: entries of any other are passed over.
 
-    def __init__(self, folder: Path, study: str) -> None:
-        self.path = folder / FILE
+    `devices` are the worker's, where they are not all: each worker of a host has a record of its own.
+    """
+
+    def __init__(self, folder: Path, study: str, devices: str = "") -> None:
+        name = "".join(sign if sign.isalnum() else "-" for sign in devices)
+        self.path = folder / (f"blocks.{name}.jsonl" if name else FILE)
         self.study = study
 
     def append(self, entry: Entry) -> None:
@@ -74,9 +79,17 @@ class Journal:
         Raises:
             OSError: the file is there and cannot be read.
         """
-        if not self.path.exists():
+        yield from self._read(self.path)
+
+    def everything(self) -> Iterator[Entry]:
+        """The entries of all workers of this host."""
+        for path in sorted({self.path, *self.path.parent.glob("blocks*.jsonl")}):
+            yield from self._read(path)
+
+    def _read(self, path: Path) -> Iterator[Entry]:
+        if not path.exists():
             return
-        with open(self.path, "rb") as file:
+        with open(path, "rb") as file:
             for line in file:
                 if (entry := _entry(line, self.study)) is not None:
                     yield entry

@@ -1,14 +1,16 @@
-"""One tuner per study at a time. The lease names its holder; a dead holder's lease is taken over at once.
+"""Who works on a study: one worker for each place, each with a lease that it renews.
 
-On the same boot of the same host the holder lives if its process does, known by pid and start time; a stopped or slow
-tuner keeps its lease for as long as it exists. Seen from another host, or from another PID namespace of the same one
-(a container), it lives until the lease expires.
+A place is a host, or some of its devices. Workers of disjoint places share a study; where two would use the same
+device, the second is refused. A dead worker's lease is taken over: on the same boot of the same host at once, for there
+a worker lives if its process does, known by pid and start time; a stopped or slow one keeps its lease for as long as it
+exists. Seen from another host, or from another PID namespace of the same one (a container), it lives until the lease
+expires.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import socket
 import threading
 import time
 import uuid
@@ -16,17 +18,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Engine
-from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.exc import OperationalError
 
 from tuner.errors import StudyStopped, UsageError
-from tuner.study.tables import leases
+from tuner.study.place import Place, hostname
+from tuner.study.tables import workers
+from tuner.study.turn import turn
 
 RENEW_EVERY_S = 30.0
 EXPIRES_S = 300.0
-"""Ten missed renewals: a holder on another host is taken for dead."""
+"""Ten missed renewals: a worker on another host is taken for dead."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,17 @@ class Holder:
     pid_started: str
 
 
+@dataclass(frozen=True)
+class Worker:
+    """A worker of a study, and where it launches its servers."""
+
+    place: Place
+    holder: Holder
+
+
 def this_process() -> Holder:
     """The holder that we are."""
-    return Holder(socket.gethostname(), f"{_boot_id()}/{_pid_namespace()}", os.getpid(), _started(os.getpid()) or "")
+    return Holder(hostname(), f"{_boot_id()}/{_pid_namespace()}", os.getpid(), _started(os.getpid()) or "")
 
 
 def alive(holder: Holder, expires_at: float, now: float) -> bool:
@@ -58,20 +71,24 @@ def alive(holder: Holder, expires_at: float, now: float) -> bool:
     return _started(holder.pid) == holder.pid_started
 
 
-def holder(engine: Engine, study: str, clock: Callable[[], float] = time.time) -> Holder | None:
-    """Who works on the study now; None when nobody alive does."""
+def working(engine: Engine, study: str, clock: Callable[[], float] = time.time) -> tuple[Worker, ...]:
+    """The workers of a study that are alive, by place."""
+    if not sa.inspect(engine).has_table(workers.name):
+        return ()
     with engine.connect() as connection:
-        row = connection.execute(sa.select(leases).where(leases.c.study == study)).first()
-    if row is None:
-        return None
-    found = Holder(row.host, row.boot, row.pid, row.pid_started)
-    return found if alive(found, row.expires_at, clock()) else None
+        return tuple(_worker(row) for row in _living(connection, study, _now(connection, clock)))
+
+
+def holder(engine: Engine, study: str, clock: Callable[[], float] = time.time) -> Holder | None:
+    """Who works on the study now, the first of several; None when nobody alive does."""
+    return next((worker.holder for worker in working(engine, study, clock)), None)
 
 
 class Lease:
     """A held lease. `check` before every commit of consequence: it may have been taken over while we were stopped."""
 
-    def __init__(self, engine: Engine, study: str, token: str, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, study: str, place: Place, token: str, clock: Callable[[], float]) -> None:
+        self.place = place
         self._engine = engine
         self._study = study
         self._token = token
@@ -83,12 +100,22 @@ class Lease:
         """Raises when the lease is not ours any more.
 
         Raises:
-            StudyStopped: another tuner has taken the study over.
+            StudyStopped: another tuner has taken the place over.
         """
         with self._engine.connect() as connection:
-            query = sa.select(leases.c.token).where(leases.c.study == self._study)
+            query = sa.select(workers.c.token).where(workers.c.study == self._study, workers.c.place == self.place.name)
             if connection.execute(query).scalar() != self._token:
                 raise StudyStopped(f"another tuner has taken over the study '{self._study}'; this one has stopped")
+
+    def others(self) -> frozenset[str]:
+        """The places of the study's other living workers."""
+        found = working(self._engine, self._study, self._clock)
+        return frozenset(worker.place.name for worker in found) - {self.place.name}
+
+    def sibling_pids(self) -> tuple[int, ...]:
+        """The processes of the study's other living workers that launch their servers on this host."""
+        found = working(self._engine, self._study, self._clock)
+        return tuple(w.holder.pid for w in found if w.place != self.place and w.place.host == self.place.host)
 
     def release(self) -> None:
         """Gives the lease back."""
@@ -96,28 +123,33 @@ class Lease:
         if self._thread.is_alive():
             self._thread.join(5)
         with self._engine.begin() as connection:
-            connection.execute(sa.delete(leases).where(leases.c.study == self._study, leases.c.token == self._token))
+            connection.execute(sa.delete(workers).where(*self._mine))
+
+    @property
+    def _mine(self) -> tuple[sa.ColumnElement[bool], ...]:
+        return workers.c.study == self._study, workers.c.token == self._token
 
     def _renew_for_ever(self) -> None:
         while not self._stop.wait(RENEW_EVERY_S):
-            now = self._clock()
-            mine = (leases.c.study == self._study) & (leases.c.token == self._token)
             try:
                 with self._engine.begin() as connection:
+                    now = _now(connection, self._clock)
                     values = {"renewed_at": now, "expires_at": now + EXPIRES_S}
-                    connection.execute(sa.update(leases).where(mine).values(values))
+                    connection.execute(sa.update(workers).where(*self._mine).values(values))
             except OperationalError:
                 continue  # the database is busy; nine more renewals follow before the lease expires
 
 
 @contextmanager
-def hold(engine: Engine, study: str, clock: Callable[[], float] = time.time) -> Iterator[Lease]:
-    """Holds the study's lease for the block.
+def hold(
+    engine: Engine, study: str, clock: Callable[[], float] = time.time, place: Place | None = None
+) -> Iterator[Lease]:
+    """Holds the lease of a place, this host by default, for the block.
 
     Raises:
-        UsageError: another tuner that is alive holds it.
+        UsageError: a worker that is alive holds it, or one whose place overlaps with it.
     """
-    lease = acquire(engine, study, clock)
+    lease = acquire(engine, study, clock, place)
     lease._thread.start()
     try:
         yield lease
@@ -125,46 +157,72 @@ def hold(engine: Engine, study: str, clock: Callable[[], float] = time.time) -> 
         lease.release()
 
 
-def acquire(engine: Engine, study: str, clock: Callable[[], float] = time.time) -> Lease:
-    """Takes the lease, from a dead holder too, by compare-and-swap.
+def acquire(engine: Engine, study: str, clock: Callable[[], float] = time.time, place: Place | None = None) -> Lease:
+    """Takes the lease of a place, from a dead worker too.
 
     Raises:
-        UsageError: another tuner that is alive holds it.
+        UsageError: a worker that is alive holds it, or one whose place overlaps with it; or workers of other hosts
+            share a SQLite file.
     """
-    us, token = this_process(), uuid.uuid4().hex
-    now = clock()
-    values = {
-        "study": study,
-        "token": token,
-        "host": us.host,
-        "boot": us.boot,
-        "pid": us.pid,
-        "pid_started": us.pid_started,
-        "renewed_at": now,
-        "expires_at": now + EXPIRES_S,
-    }
-    with engine.connect() as connection:
-        row = connection.execute(sa.select(leases).where(leases.c.study == study)).first()
-    if row is not None and alive(Holder(row.host, row.boot, row.pid, row.pid_started), row.expires_at, now):
-        raise _held(study, row.host, row.pid)
-    try:
-        with engine.begin() as connection:
-            if row is None:
-                connection.execute(sa.insert(leases).values(values))
-            else:
-                theirs = (leases.c.study == study) & (leases.c.token == row.token)
-                if connection.execute(sa.update(leases).where(theirs).values(values)).rowcount != 1:
-                    raise _held(study, "another host or process", 0)
-    except IntegrityError:
-        raise _held(study, "another process", 0) from None
-    return Lease(engine, study, token, clock)
+    us, token, place = this_process(), uuid.uuid4().hex, place or Place(hostname())
+    with turn(engine, study), engine.begin() as connection:
+        workers.create(connection, checkfirst=True)
+        now = _now(connection, clock)
+        for row in _living(connection, study, now):
+            other = _worker(row)
+            if other.place.overlaps(place):
+                raise _held(study, other, place)
+            if engine.dialect.name == "sqlite" and other.holder.host != us.host:
+                raise UsageError(
+                    f"a worker on {other.holder.host} works on the study '{study}' in this SQLite file, and SQLite "
+                    "cannot be shared between hosts. Nothing was started; keep such a study in PostgreSQL: "
+                    "--storage postgresql+psycopg://…"
+                )
+        values = {
+            "study": study,
+            "place": place.name,
+            "token": token,
+            "host": us.host,
+            "devices": json.dumps(place.devices),
+            "boot": us.boot,
+            "pid": us.pid,
+            "pid_started": us.pid_started,
+            "renewed_at": now,
+            "expires_at": now + EXPIRES_S,
+        }
+        connection.execute(sa.delete(workers).where(workers.c.study == study, workers.c.place == place.name))
+        connection.execute(sa.insert(workers).values(values))
+    return Lease(engine, study, place, token, clock)
 
 
-def _held(study: str, host: str, pid: int) -> UsageError:
-    who = f"process {pid} on {host}" if pid else host
+def _living(connection: sa.Connection, study: str, now: float) -> list[Any]:
+    rows = connection.execute(sa.select(workers).where(workers.c.study == study).order_by(workers.c.place)).all()
+    return [row for row in rows if alive(_worker(row).holder, row.expires_at, now)]
+
+
+def _worker(row: Any) -> Worker:
+    place = Place(row.place.partition("/")[0], tuple(json.loads(row.devices)))
+    return Worker(place, Holder(row.host, row.boot, row.pid, row.pid_started))
+
+
+def _now(connection: sa.Connection, clock: Callable[[], float]) -> float:
+    """The database's own time where workers of several hosts share it: their clocks may differ."""
+    if clock is time.time and connection.dialect.name == "postgresql":
+        return float(connection.execute(sa.text("select extract(epoch from clock_timestamp())")).scalar_one())
+    return clock()
+
+
+def _held(study: str, other: Worker, place: Place) -> UsageError:
+    who = f"process {other.holder.pid} on {other.holder.host}"
+    if other.place == place:
+        hint = "wait for it, or end it and run the same again. Another worker on this host needs devices of its own: "
+        return UsageError(
+            f"another tuner ({who}) is working on the study '{study}'. Nothing was started; {hint}--devices 0,1"
+        )
+    theirs = f"devices {','.join(other.place.devices)}" if other.place.devices else "all devices"
     return UsageError(
-        f"another tuner ({who}) is working on the study '{study}'. Nothing was started; wait for it, or end it and run "
-        "the same again"
+        f"another tuner ({who}) is working on the study '{study}' with {theirs} of this host. Nothing was started; "
+        "workers on one host need devices that no other one has: --devices 0,1"
     )
 
 

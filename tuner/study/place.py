@@ -1,13 +1,48 @@
-"""Where a study runs: what of the machine it shares with others, and on what its database lies."""
+"""Where a study runs: the host and devices of a worker, what it shares with others, and on what its database lies."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import re
+import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from tuner.space.devices import VISIBLE
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker launches its servers: these devices of a host, all of them when none is named."""
+
+    host: str
+    devices: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """`host`, or `host/0,1`; what is kept with launches."""
+        return f"{self.host}/{','.join(self.devices)}" if self.devices else self.host
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables that keep a server to its devices."""
+        return {VISIBLE: ",".join(self.devices)} if self.devices else {}
+
+    def overlaps(self, other: Place) -> bool:
+        """Whether both could use one device."""
+        if self.host != other.host:
+            return False
+        return not self.devices or not other.devices or bool({*self.devices} & {*other.devices})
+
+
+def hostname() -> str:
+    """Of this machine; workers go by it, so that hosts that share a study need names of their own."""
+    return socket.gethostname()
+
 
 _FUSE = "fuse.sshfs fuse.glusterfs fuse.s3fs fuse.juicefs fuse.gcsfuse"
 NETWORK = frozenset(f"nfs nfs4 cifs smb3 smbfs 9p afs ceph glusterfs lustre beegfs gpfs {_FUSE}".split())
@@ -34,12 +69,24 @@ def _plain(name: str) -> str:
 
 
 @contextlib.contextmanager
-def measuring(study: str, folder: Path | None = None) -> Iterator[str | None]:
+def measuring(study: str, folder: Path | None = None, devices: Sequence[str] = ()) -> Iterator[str | None]:
     """Notes for the block that this study measures here; yields a sentence when another one of this user does.
 
-    Two studies on one machine spoil each other's figures, and neither could tell.
+    Two studies on one machine spoil each other's figures, and neither could tell. Who measures on devices of its own
+    shares the machine with others that do: only one on the same device, or on the whole machine, is told of.
     """
-    path = (folder or Path(tempfile.gettempdir())) / f"spec-tuner-{os.getuid()}.measuring"
+    base = (folder or Path(tempfile.gettempdir())) / f"spec-tuner-{os.getuid()}.measuring"
+    whole = fcntl.LOCK_SH if devices else fcntl.LOCK_EX
+    names = [(base, whole), *((base.with_name(f"{base.name}.{_file(device)}"), fcntl.LOCK_EX) for device in devices)]
+    with contextlib.ExitStack() as stack:
+        met = None
+        for path, kind in names:
+            met = met or stack.enter_context(_noted(path, kind, f"study {study} (process {os.getpid()})"))
+        yield met
+
+
+@contextlib.contextmanager
+def _noted(path: Path, kind: int, who: str) -> Iterator[str | None]:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:
@@ -47,13 +94,17 @@ def measuring(study: str, folder: Path | None = None) -> Iterator[str | None]:
         return
     try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
         except OSError:
-            who = os.pread(file, 200, 0).decode(errors="replace").strip() or "another study"
-            yield f"{who} is measuring on this machine as well: the figures of both suffer; let one end first"
+            other = os.pread(file, 200, 0).decode(errors="replace").strip() or "another study"
+            yield f"{other} is measuring on this machine as well: the figures of both suffer; let one end first"
             return
         os.ftruncate(file, 0)
-        os.pwrite(file, f"study {study} (process {os.getpid()})".encode(), 0)
+        os.pwrite(file, who.encode(), 0)
         yield None
     finally:
         os.close(file)
+
+
+def _file(device: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.-]", "_", device)

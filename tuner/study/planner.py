@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -130,6 +130,30 @@ class Confirm:
 
 
 @dataclass(frozen=True)
+class TakeOver:
+    """Trial `number` is of a worker that is gone: measure it here, as this repetition of its slot."""
+
+    number: int
+    repetition: int
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """A pair of the confirmation is of a worker that is gone, or whose machine is broken: do without it."""
+
+    round: int
+    repetition: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing can be done here before another worker is ready; `why` says what it does."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class Stop:
     """The study should not go on now.
 
@@ -150,7 +174,7 @@ class Done:
     reason: str
 
 
-Step = Begin | Launch | Measure | Tell | Confirm | Stop | Done
+Step = Begin | Launch | Measure | Tell | Confirm | TakeOver | Abandon | Wait | Stop | Done
 
 
 @dataclass(frozen=True)
@@ -176,6 +200,8 @@ def next_step(
     hot: frozenset[str] = frozenset(),
     serving: int | None = None,
     exhausted_here: bool = False,
+    place: str = "",
+    busy: Collection[str] = (),
 ) -> Step:
     """What to do now.
 
@@ -186,9 +212,12 @@ def next_step(
         hot: the settings that can be changed on a running server.
         serving: the launch whose server is up for whoever asks; None when none is.
         exhausted_here: every candidate in the reach of the launch that the search stays with has been tried.
+        place: where whoever asks launches servers.
+        busy: the places of the study's other living workers.
     """
     running = Running(data.launch[serving], hot) if serving is not None else None
-    step = _next_step(data, policy, _Now(exhausted, hot_in(data, hot), running, exhausted_here))
+    now = _Now(exhausted, hot_in(data, hot), running, exhausted_here, place, frozenset(busy))
+    step = _next_step(data, policy, now)
     slot = step.slot if isinstance(step, (Measure, Launch)) else None
     if slot is not None and (count := interruptions(data, slot)) >= policy.interruptions:
         said = f"{count} launches in a row ended because the tuner itself did, with no new block in between"
@@ -211,13 +240,16 @@ class _Now:
     hot: frozenset[str]
     running: Running | None
     exhausted_here: bool
+    place: str = ""
+    busy: frozenset[str] = frozenset()
 
 
 def interruptions(data: StudyData, slot: Slot) -> int:
     """Launches of the slot, the last of the study, that the tuner's own end cut short before they gave it a block."""
     fruitful = {stored.launch_id for stored in data.by_slot.get(slot, ())}
+    own = data.launched_for.get(slot, ())
     count = 0
-    for launch in reversed(data.launches):
+    for launch in reversed(data.launches if not own else data.at(own[-1].place)):
         if launch.slot != slot or launch.state != "interrupted" or launch.forgiven or launch.id in fruitful:
             break
         count += 1
@@ -227,21 +259,45 @@ def interruptions(data: StudyData, slot: Slot) -> int:
 def _next_step(data: StudyData, policy: Policy, now: _Now) -> Step:
     if not data.trials:
         return Begin(0)
-    running = next((trial for trial in data.trials if trial.running), None)
-    if running is not None:
-        return _go_on(data, policy, running, now)
+    running = [trial for trial in data.trials if trial.running]
+    for trial in running:
+        if trial.place == now.place:
+            # One that was taken over may come before anything else that is measured here.
+            first = None if trial.kind == "baseline" else _first_baseline(data, policy, now)
+            return first or _go_on(data, policy, trial, now)
+    for trial in running:
+        if trial.place not in now.busy:
+            return TakeOver(trial.number, _fresh_repetition(data, trial))
     due = baseline_due(data, now)
     refresh = _measure(data, policy, due, now) if due is not None else None
     here = bool(now.hot) and not now.exhausted_here
     needs = 2 if refresh else 0 if here and now.running is not None else 1
-    over = search_over(data, policy, exhausted=now.exhausted, needs=needs)
+    pending = sum(not data.launched_for.get(trial.slot) for trial in running)  # begun elsewhere, about to launch
+    over = search_over(data, policy, exhausted=now.exhausted, needs=needs and needs + pending)
     if over is None:
-        return refresh or _begin(data, policy, now.hot if here else frozenset())
-    return _confirm(data, policy, over)
+        return refresh or _begin(data, policy, now.hot if here else frozenset(), now.place)
+    if running and isinstance(refresh, Stop):
+        return refresh
+    if running:
+        return Wait("the last candidates of the search are measured elsewhere")
+    return _confirm(data, policy, over, now)
 
 
-def _begin(data: StudyData, policy: Policy, hot: frozenset[str]) -> Begin:
-    number, launch = len(data.trials), group(data)
+def _first_baseline(data: StudyData, policy: Policy, now: _Now) -> Step | None:
+    """The first screening of the baseline at this place; None once there is one, or another has begun."""
+    begun = baselines_at(data, now.place)
+    return _measure(data, policy, begun[0] if begun else fresh_baseline(data), now) if len(begun) < 2 else None
+
+
+def _fresh_repetition(data: StudyData, trial: StoredTrial) -> int:
+    """The repetition as which a trial begins anew: none of its blocks is mixed with those of another place."""
+    begun = [slot for slot in (*data.launched_for, *data.changed_to) if slot.role == "screen"]
+    mine = [slot.repetition for slot in begun if slot.candidate_id == trial.candidate_id]
+    return max(mine) + 1 if trial.repetition in mine else trial.repetition
+
+
+def _begin(data: StudyData, policy: Policy, hot: frozenset[str], place: str) -> Begin:
+    number, launch = len(data.trials), group(data, place)
     if not hot or launch is None:
         return Begin(number)
     only = launches_used(data) + 1 > data.budget.launches - 2 * planned_pairs(data.budget.launches, policy)
@@ -252,13 +308,13 @@ def _begin(data: StudyData, policy: Policy, hot: frozenset[str]) -> Begin:
 def idle(data: StudyData) -> int:
     """Trials since the last one that needed measuring."""
     for count, trial in enumerate(reversed(data.trials)):
-        if trial.kind in ("baseline", "measured"):
+        if trial.kind in ("baseline", "measured", "imported"):
             return count
     return 0
 
 
 def _go_on(data: StudyData, policy: Policy, trial: StoredTrial, now: _Now) -> Step:
-    slot = Slot(trial.candidate_id, "screen", 0)
+    slot = trial.slot
     state = slot_state(data, policy, slot)
     if state.broken and state.failure is not None:
         return Stop("environment_broken", state.failure, slot)
@@ -337,26 +393,41 @@ def _measure(data: StudyData, policy: Policy, slot: Slot, now: _Now) -> Step | N
 
 
 def baseline_due(data: StudyData, now: _Now | None = None) -> Slot | None:
-    """The screening of the baseline that the next candidate will be compared with, if it is another than the first.
+    """The screening of the baseline that the next candidate will be compared with, if there is to be another one.
 
-    A launch that can be put to the baseline has it measured on itself; others compare with the latest, as is done where
-    nothing is hot.
+    Every place has its own: the first comes before its first candidate. A launch that can be put to the baseline has it
+    measured on itself; others compare with the latest of their place, as is done where nothing is hot.
     """
-    every = BASELINE_EVERY[data.space.profile]
-    if not every:
-        return None
+    every, place = BASELINE_EVERY[data.space.profile], now.place if now else ""
+    begun = baselines_at(data, place)
+    if not begun:
+        return fresh_baseline(data)
+    latest = begun[-1]
     if now is None or not now.hot:
-        done = len(data.measured) // every
-        return Slot(data.baseline.id, "screen", done) if done else None
-    begun = [slot for slot in data.launched_for if slot.candidate_id == data.baseline.id and slot.role == "screen"]
-    latest = max(begun, key=lambda slot: slot.repetition)
+        due = sum(trial.place == place for trial in data.measured) // every if every else 0
+        if due < len(begun):
+            return begun[due]
+        return fresh_baseline(data)
     if any(data.block(latest, level) is None for level in data.levels):
         return latest
-    blocks = sorted((b for b in data.blocks.values() if b.role == "screen"), key=lambda b: b.order)
+    if not every:
+        return None
+    here = {launch.id for launch in data.at(place)}
+    blocks = [b for b in data.blocks.values() if b.role == "screen" and b.launch_id in here]
+    blocks.sort(key=lambda b: b.order)
     last = max((i for i, b in enumerate(blocks) if b.candidate_id == data.baseline.id and b.block.valid), default=-1)
     if len({b.candidate_id for b in blocks[last + 1 :]} - {data.baseline.id}) < every:
         return None
     return (baseline_slot(data, now.running) if now.running else None) or fresh_baseline(data)
+
+
+def baselines_at(data: StudyData, place: str) -> list[Slot]:
+    """The screenings of the baseline that have begun at a place, in order."""
+    here = {launch.id for launch in data.at(place)}
+    begun = {launch.slot for launch in data.at(place)}
+    begun |= {each.slot for each in data.reconfigurations if each.launch_id in here}
+    mine = [slot for slot in begun if slot.role == "screen" and slot.candidate_id == data.baseline.id]
+    return sorted(mine, key=lambda slot: slot.repetition)
 
 
 def slot_state(data: StudyData, policy: Policy, slot: Slot) -> SlotState:
@@ -428,7 +499,7 @@ def level_order(data: StudyData, slot: Slot) -> tuple[int, ...]:
 
 def launches_used(data: StudyData) -> int:
     """Launches that count against the budget: all but those that ended because the tuner itself did."""
-    return sum(launch.state != "interrupted" for launch in data.launches)
+    return sum(launch.state not in ("interrupted", "imported") for launch in data.launches)
 
 
 def planned_pairs(launches: int, policy: Policy) -> int:
@@ -509,7 +580,7 @@ def finalists(data: StudyData, policy: Policy, pairs: int) -> tuple[str, ...]:
     Out are: candidates that failed, in the search or in confirmation, those whose answers may not win, and for the
     overall place those that break a guard. Who is out of sight of the baseline is not worth the launches.
     """
-    scores = {t.candidate_id: score(data, t.candidate_id) for t in data.measured if not t.running}
+    scores = {t.candidate_id: score(data, t.candidate_id) for t in data.scored if not t.running}
     dropped = disqualified(data, policy) | refused(data).keys()
     scores = {c: s for c, s in scores.items() if s.constraints["launch"] <= 0 and c not in dropped}
     overall = [c for c, s in scores.items() if all(v <= 0 for v in s.constraints.values()) and s.value > CONFIRM_FROM]
@@ -556,23 +627,47 @@ def slots_of(data: StudyData, policy: Policy, confirmation: Confirmation) -> lis
             break
         mirrored = i.bit_count() % 2 == 1
         pair = [Slot(candidate, "confirm", repetition) for candidate in (order[::-1] if mirrored else order)]
+        if repetition in confirmation.abandoned:
+            continue
         lost = [n for n, slot in enumerate(pair) if slot_state(data, policy, slot).unusable is not None]
         slots += pair[: lost[0]] if lost else pair
         kept += not lost
     return slots
 
 
-def _confirm(data: StudyData, policy: Policy, over: str) -> Step:
+def _confirm(data: StudyData, policy: Policy, over: str, now: _Now) -> Step:
     for confirmation in data.confirmations:
+        waiting = False
         for slot in slots_of(data, policy, confirmation):
             state = slot_state(data, policy, slot)
-            if state.failure is not None:
-                return Stop("environment_broken" if state.broken else "baseline_failed", state.failure, slot)
-            if state.missing:
-                return Measure(slot, state.missing)
+            owner = pair_place(data, slot.repetition)
+            if owner in (None, now.place):
+                if state.failure is not None:
+                    return Stop("environment_broken" if state.broken else "baseline_failed", state.failure, slot)
+                if state.missing:
+                    return Measure(slot, state.missing)
+            elif state.missing or state.failure is not None:
+                if owner not in now.busy:
+                    why = f"pair {slot.repetition + 1} was begun at {owner}, where nobody is at work any more"
+                    return Abandon(confirmation.round, slot.repetition, f"{why}; another one takes its place")
+                waiting = True
+        if waiting:
+            return Wait("the last pairs of the confirmation are measured elsewhere")
     pairs = planned_pairs(data.budget.launches, policy)
     if pairs and (chosen := finalists(data, policy, pairs)):
         last = data.confirmations[-1] if data.confirmations else None
         first = last.repetitions.stop if last else 0
         return Confirm(Confirmation(len(data.confirmations), chosen, first, pairs, policy.spare_pairs))
     return Done(over)
+
+
+def pair_place(data: StudyData, repetition: int) -> str | None:
+    """Where a pair of the confirmation is measured: where it was begun; None before that."""
+    return next(
+        (
+            launch.place
+            for launch in data.launches
+            if launch.slot.role == "confirm" and launch.slot.repetition == repetition
+        ),
+        None,
+    )

@@ -126,7 +126,13 @@ def _hardware(space: Space, records: list[LaunchRecord]) -> list[str]:
     if not wanted:
         return []
     most = max(int(settings.get("tp", 1)) for settings in wanted)
-    here = len(gpu.gpus())
+    gpus = gpu.gpus()
+    known = {str(one.index) for one in gpus}
+    if known and (unknown := [d for d in space.devices if d.isdigit() and d not in known]):
+        return [f"engine.devices names {', '.join(unknown)}, and this machine has {', '.join(sorted(known))}"]
+    if space.devices and len(space.devices) < most:
+        return [f"{most} GPUs are needed (tp), and engine.devices names {len(space.devices)}"]
+    here = len(gpus)
     if here >= most:
         return []
     return [f"{most} GPU{'s are' if most > 1 else ' is'} needed (tp), and nvidia-smi knows of {here or 'none'} here"]

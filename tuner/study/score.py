@@ -41,12 +41,12 @@ def pairs_of(data: StudyData) -> tuple[Pair, ...]:
     """Every pair of valid blocks, screening first, then by candidate, level and index.
 
     In the search a block is paired with the baseline's on the same launch, the last one before it or else the first one
-    behind it; where there is none, with the last one before it on any launch.
+    behind it; where there is none, with the last one before it on any launch of the same place.
     """
     pairs: list[Pair] = []
     screened = _Screened(data)
-    for trial in data.measured:
-        slot = Slot(trial.candidate_id, "screen", 0)
+    for trial in data.scored:
+        slot = trial.slot
         blocks = [block for level in data.levels if (block := data.block(slot, level)) is not None]
         pairs += _pairs(slot, [(screened.baseline(block), block) for block in blocks])
     for confirmation in data.confirmations:
@@ -62,11 +62,12 @@ class _Screened:
     """The valid blocks of the baseline in the search, in order of time: by level, and by launch and level."""
 
     def __init__(self, data: StudyData) -> None:
-        self._all: dict[int, list[StoredBlock]] = {}
+        self.places = {launch.id: launch.place for launch in data.launches}
+        self._all: dict[tuple[str | None, int], list[StoredBlock]] = {}
         self._on: dict[tuple[int, int], list[StoredBlock]] = {}
         for stored in sorted(data.blocks.values(), key=lambda stored: stored.order):
             if stored.candidate_id == data.baseline.id and stored.role == "screen" and stored.block.valid:
-                self._all.setdefault(stored.concurrency, []).append(stored)
+                self._all.setdefault((self.places.get(stored.launch_id), stored.concurrency), []).append(stored)
                 self._on.setdefault((stored.launch_id, stored.concurrency), []).append(stored)
 
     def baseline(self, block: StoredBlock) -> StoredBlock | None:
@@ -74,7 +75,7 @@ class _Screened:
         mine = self._on.get((block.launch_id, block.concurrency), [])
         if mine:
             return mine[max(0, bisect_left(mine, block.order, key=_order) - 1)]
-        known = self._all.get(block.concurrency, [])
+        known = self._all.get((self.places.get(block.launch_id), block.concurrency), [])
         place = bisect_left(known, block.order, key=_order)
         return known[place - 1] if place else None
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tuner.errors import EnvironmentBroken, UsageError
+from tuner.records import short_hash
 from tuner.space import Outside, Space, differences, load_space
+from tuner.space.devices import device_names
 from tuner.study.calibrate import known_pairs
 from tuner.study.controller import Controller
 from tuner.study.crashes import CrashMemory
@@ -17,11 +21,12 @@ from tuner.study.data import Budget, StudyData
 from tuner.study.database import storage_problem
 from tuner.study.engine import UNSET, StudyEngine, in_image
 from tuner.study.hardware import hardware
+from tuner.study.inherit import import_study
 from tuner.study.interrupt import Interrupts
 from tuner.study.lease import Lease, hold
 from tuner.study.names import check_name, local_studies, study_folder
 from tuner.study.notify import message, notify
-from tuner.study.place import measuring, network_filesystem
+from tuner.study.place import Place, hostname, measuring, network_filesystem
 from tuner.study.plan import Plan, Timing, plan, timing_of
 from tuner.study.planner import launches_used, policy_of
 from tuner.study.postgres import patient
@@ -31,9 +36,13 @@ from tuner.study.sampler import facts, seed_of
 from tuner.study.score import BASELINE_EVERY
 from tuner.study.simulated_world import Clock, SimulatedWorld, virtual
 from tuner.study.store import StudyStore, create_study, open_study, study_exists
+from tuner.study.turn import turn
 from tuner.study.world import Machine, World, api_key
 
 DEFAULT_SEED = 0
+
+VIRTUAL_WAIT_S = 20.0
+"""How long a worker waits that has nothing to do, where time is virtual and looking takes the most of it."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,8 @@ def changes(data: StudyData, space: Space, now: Mapping[str, Any]) -> list[str]:
         found.append(f"sampler: was {dict(data.sampler)}, is now {sampler}")
     old, new = then.get("hardware", {}), now["hardware"]
     for key in new:
+        if key == "driver" and key not in old:
+            continue  # of a version that did not note it
         if old.get(key) != new[key]:
             found.append(f"hardware, {key}: was {old.get(key)!r}, is now {new[key]!r}")
     return found
@@ -191,11 +202,16 @@ def open_or_create(
     now: Mapping[str, Any],
     text: str = "",
     seed: int = DEFAULT_SEED,
+    imports: Sequence[str] = (),
+    place: Place | None = None,
+    tell: Callable[[str], None] = lambda _sentence: None,
 ) -> StudyStore:
     """The study of this name (the space's, when None): continued when it exists and nothing has changed, else created.
 
+    A new one takes from the studies in `imports` what still applies; `tell` is told what, and what not and why.
+
     Raises:
-        UsageError: it exists and something has changed.
+        UsageError: it exists and something has changed, or there is no study to import.
     """
     name = check_name(name or space.name)
     file_budget = Budget(**space.budget.model_dump())
@@ -210,17 +226,29 @@ def open_or_create(
         # What a calibration says now is kept with the study: a later one must not change what is under way.
         pairs = known_pairs(space, now)
         told = {**now, "pairs": pairs} if pairs else now
-        return create_study(
+        sources = [read_source(source, storage) for source in imports]
+        store = create_study(
             name, space=space, space_text=text, fingerprint=told, seed=seed, budget=budget, storage=storage
         )
+        return _with_imports(store, sources, space, told, place, tell)
     store = open_study(name, storage)
     try:
         data = store.data()
+        if imports and not data.launches:
+            # It was only begun to be made, or has not run yet.
+            sources = [read_source(source, storage) for source in imports]
+            refuse_changes(data, space, now)
+            return _with_imports(store, sources, space, now, place, tell)
+        if imports and {one.source for one in data.imports} != set(imports):
+            raise UsageError(
+                f"the study '{name}' exists and has launches of its own; only a new study takes from others. Nothing "
+                f"was started; begin one with --study {name}-2 --import …, or run it without --import"
+            )
         refuse_changes(data, space, now)
         # The file's totals count when they were edited since; else those that the study has come to have.
         edited = space.budget != data.space.budget
         _apply(store, data, new_budget(data, limits, file_budget if edited else data.budget))
-        if space.to_dict() != data.space.to_dict():
+        if _without_devices(space) != _without_devices(data.space):
             store.set_space(space, text)
     except BaseException:
         store.close()
@@ -228,7 +256,61 @@ def open_or_create(
     return store
 
 
-def reopen(name: str, *, storage: str | None, limits: Limits) -> StudyStore:
+def _without_devices(space: Space) -> dict[str, Any]:
+    """The space as all workers of a study share it."""
+    found = space.to_dict()
+    return {**found, "engine": {**found["engine"], "devices": None}}
+
+
+def here(space: Space, devices: Sequence[str] = ()) -> Place:
+    """Where a worker on this host launches servers: with these devices, or the space's."""
+    return Place(hostname(), tuple(devices) or space.devices)
+
+
+def named_devices(text: str | None) -> tuple[str, ...]:
+    """The devices that an option names.
+
+    Raises:
+        UsageError: it names none.
+    """
+    try:
+        return device_names(text)
+    except ValueError as error:
+        raise UsageError(f"--devices: {error}") from None
+
+
+def read_source(name: str, storage: str | None) -> StudyData:
+    """The records of a study to import: in the same database, or else in ./studies.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    where = storage
+    if storage is not None and not study_exists(name, storage) and name in local_studies():
+        where = None
+    with closing(open_study(check_name(name), where)) as store:
+        return store.data()
+
+
+def _with_imports(
+    store: StudyStore,
+    sources: Sequence[StudyData],
+    space: Space,
+    now: Mapping[str, Any],
+    place: Place | None,
+    tell: Callable[[str], None],
+) -> StudyStore:
+    try:
+        for source in sources:
+            for sentence in import_study(store, source, space, now, place or here(space)):
+                tell(sentence)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def reopen(name: str, *, storage: str | None, limits: Limits, devices: Sequence[str] = ()) -> StudyStore:
     """An existing study, to be continued as it was begun.
 
     Raises:
@@ -237,7 +319,7 @@ def reopen(name: str, *, storage: str | None, limits: Limits) -> StudyStore:
     store = open_study(check_name(name), storage)
     try:
         data = store.data()
-        refuse_changes(data, data.space, current_fingerprint(data.space))
+        refuse_changes(data, data.space, current_fingerprint(data.space, devices))
         _apply(store, data, new_budget(data, limits, data.budget))
     except BaseException:
         store.close()
@@ -250,8 +332,8 @@ def _apply(store: StudyStore, data: StudyData, budget: Budget) -> None:
         store.set_budget(budget, f"{budget.launches} launches, {budget.candidates} candidates, hours {budget.hours}")
 
 
-def current_fingerprint(space: Space) -> dict[str, Any]:
-    """The fingerprint that a study of this space would have here and now.
+def current_fingerprint(space: Space, devices: Sequence[str] = ()) -> dict[str, Any]:
+    """The fingerprint that a study of this space would have here and now, with these devices or the space's.
 
     Raises:
         UsageError, EnvironmentBroken: what a launch needs is not here: a key, a container runtime, an image.
@@ -260,7 +342,7 @@ def current_fingerprint(space: Space) -> dict[str, Any]:
 
     api_key(space)
     version = version_of(get_engine(space.kind), space.args, contained=space.container is not None)
-    return fingerprint(space, version, hardware(), container_image(space))
+    return fingerprint(space, version, hardware(tuple(devices) or space.devices), container_image(space))
 
 
 def container_image(space: Space) -> str | None:
@@ -297,8 +379,12 @@ def run_study(
     folder: Path | None = None,
     clock: Callable[[], float] | None = None,
     crashes: CrashMemory | None = None,
+    place: Place | None = None,
 ) -> StudyData:
-    """Runs a study to its end under its lease; returns the finished records.
+    """Works on a study to its end under a lease of its own; returns the finished records.
+
+    `place` is where this worker launches servers: this host with the space's devices when None. Workers at other places
+    may work on the same study.
 
     `crashes` is what other studies have learned to crash; None to try everything. The user's hook is called at the end,
     however it comes.
@@ -315,9 +401,11 @@ def run_study(
     interrupts = Interrupts()
     probe = _probe(space) if world is None and not virtual(space) else None
     lease_clock = clock or store.clock
+    place = place or Place(hostname(), space.devices)
     if world is None and virtual(space):
-        passing = Clock(store.clock())
-        store.clock, world = passing, SimulatedWorld(space, seed_of(before.seed, len(before.launches)), passing)
+        passing = clock if isinstance(clock, Clock) else Clock(store.clock())
+        seed = seed_of(before.seed, len(before.launches)) if place.host == hostname() else seed_at(before.seed, place)
+        store.clock, world = passing, SimulatedWorld(space, seed, passing)
 
     there = _database_file(store)
     for database in (store.engine, store.trials.engine):
@@ -329,10 +417,11 @@ def run_study(
             _refuse_deleted(store, there)
             lease.check()
 
+        waits = store.clock
         return Controller(
             store,
             engine or get_engine(space.kind),
-            world or Machine(space),
+            world or Machine(space, devices=place.devices, siblings=lease.sibling_pids, study={"study": before.uid}),
             policy=policy_of(before),
             folder=folder or study_folder(store.name),
             observer=observer,
@@ -341,14 +430,21 @@ def run_study(
             shield=interrupts.shield,
             crashes=crashes,
             probe=probe,
+            place=place,
+            others=lease.others,
+            siblings=lambda: bool(lease.sibling_pids()),
+            turn=lambda: turn(store.engine, store.name, check=interrupts.check),
+            pause=(lambda _s: waits.wait(VIRTUAL_WAIT_S)) if isinstance(waits, Clock) else time.sleep,
         )
 
     with interrupts.installed():
         try:
-            with hold(store.engine, store.name, lease_clock) as lease, measuring(store.name) as other:
+            with hold(store.engine, store.name, lease_clock, place) as lease, _alone(store, space, place) as other:
+                if not lease.others():
+                    store.adopt(place.name)
                 _warn(store, observer, "shared_machine", other)
                 _warn(store, observer, "storage", _unsafe_storage(store))
-                data = _run(store, controlled(lease))
+                data = _run(store, controlled(lease), lease)
                 _refuse_deleted(store, there)
         except UsageError:
             raise  # nothing was started
@@ -414,12 +510,25 @@ def _unsafe_storage(store: StudyStore) -> str | None:
     )
 
 
-def _run(store: StudyStore, controller: Controller) -> StudyData:
+def _run(store: StudyStore, controller: Controller, lease: Lease) -> StudyData:
     try:
         return controller.run()
     except KeyboardInterrupt:
-        store.set_state("interrupted", "interrupted; run the same again to go on")
+        if lease.others():
+            store.event("worker_interrupted", f"{lease.place.name}: interrupted; the others go on")
+        else:
+            store.set_state("interrupted", "interrupted; run the same again to go on")
         raise
+
+
+def _alone(store: StudyStore, space: Space, place: Place) -> AbstractContextManager[str | None]:
+    """Tells of another study that measures here; nothing is measured where the machine is simulated."""
+    return nullcontext() if virtual(space) else measuring(store.name, devices=place.devices)
+
+
+def seed_at(seed: int, place: Place) -> int:
+    """The seed of the noise of one of several simulated places."""
+    return int(short_hash({"seed": seed, "place": place.name})[:7], 16)
 
 
 def _tell(space: Space, store: StudyStore, known: StudyData, error: BaseException | None, observer: Observer) -> None:

@@ -76,14 +76,18 @@ class _Server:
 
 
 class SimulatedWorld:
-    """Implements `World`. The noise of a study that is continued goes on from a seed of its own."""
+    """Implements `World`. The noise of a study that is continued goes on from a seed of its own.
 
-    def __init__(self, space: Space, seed: int, clock: Clock) -> None:
+    `speed` is a factor on all tokens per second: hosts of one kind differ by some.
+    """
+
+    def __init__(self, space: Space, seed: int, clock: Clock, speed: float = 1.0) -> None:
         assert space.simulation is not None
         self._profile = profile_named(space.simulation.profile)
         self._work = Work(output_tokens=space.workload.max_tokens)
         noise = Noise().times(space.simulation.noise)
-        self._source = BlockSource(profile_truth(self._profile, self._work), noise, seed, clock=clock)
+        truth = profile_truth(self._profile, self._work)
+        self._source = BlockSource(lambda settings, level: speed * truth(settings, level), noise, seed, clock=clock)
         self._fixed = {name: value for name, value in space.args.items() if not name.startswith("simulation.")}
         self.block_s = BLOCK_S
 

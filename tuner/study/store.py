@@ -29,6 +29,7 @@ from tuner.study.address import shown
 from tuner.study.data import (
     Budget,
     Confirmation,
+    Import,
     LaunchState,
     Reconfiguration,
     Slot,
@@ -73,10 +74,11 @@ class StudyStore:
             confirmations = connection.execute(self._of(t.confirmations).order_by(t.confirmations.c.round)).all()
             verdicts = connection.execute(self._of(t.verdicts).order_by(t.verdicts.c.id)).all()
             events = connection.execute(self._of(t.events).order_by(t.events.c.id)).all()
-            younger = {table: sa.inspect(connection).has_table(table.name) for table in t.YOUNGER}
-            quality = connection.execute(self._of(t.quality)).all() if younger[t.quality] else []
-            changes = self._of(t.reconfigurations).order_by(t.reconfigurations.c.id)
-            changed = connection.execute(changes).all() if younger[t.reconfigurations] else []
+            quality = self._younger(connection, t.quality)
+            changed = self._younger(connection, t.reconfigurations)
+            places = {row.launch: row.place for row in self._younger(connection, t.launch_places)}
+            imports = self._younger(connection, t.imports)
+            abandoned = [(row.round, row.repetition) for row in self._younger(connection, t.abandoned)]
         return StudyData(
             name=row.name,
             uid=row.uid,
@@ -89,16 +91,25 @@ class StudyStore:
             budget=Budget(**row.budget),
             candidates={c.id: Candidate(c.settings) for c in candidates},
             trials=self.trials.all(),
-            launches=tuple(_launch(launch) for launch in launches),
+            launches=tuple(_launch(launch, places.get(launch.id, "")) for launch in launches),
             blocks={b.id: _block(b, order) for order, b in enumerate(blocks)},
             confirmations=tuple(
-                Confirmation(c.round, tuple(c.finalists), c.first_repetition, c.pairs, c.spares) for c in confirmations
+                Confirmation(
+                    c.round,
+                    tuple(c.finalists),
+                    c.first_repetition,
+                    c.pairs,
+                    c.spares,
+                    tuple(sorted(repetition for number, repetition in abandoned if number == c.round)),
+                )
+                for c in confirmations
             ),
             verdicts=tuple(Verdict(**v.verdict) for v in verdicts),
             events=tuple(StoredEvent(e.id, e.at, e.kind, e.message) for e in events),
             sampler=row.sampler,
             quality={(q.candidate, q.kind): q.facts for q in quality},
             reconfigurations=tuple(_reconfiguration(each) for each in changed),
+            imports=tuple(Import(i.source, i.candidate, i.state, i.why, i.value) for i in imports),
         )
 
     def stored_pairs(self) -> tuple[Pair, ...]:
@@ -114,6 +125,11 @@ class StudyStore:
     def _of(self, table: sa.Table) -> sa.Select[Any]:
         return sa.select(table).where(table.c.study == self.name)
 
+    def _younger(self, connection: sa.Connection, table: sa.Table) -> Sequence[Any]:
+        """The rows of a table that older databases lack."""
+        known = sa.inspect(connection).has_table(table.name)
+        return connection.execute(self._of(table).order_by(*table.primary_key.columns)).all() if known else ()
+
     # -- the study --------------------------------------------------------------------------------------------------
 
     def set_state(self, state: StudyState, reason: str = "") -> None:
@@ -125,14 +141,30 @@ class StudyStore:
         connection.execute(sa.update(t.studies).where(t.studies.c.name == self.name).values(state=state, reason=reason))
         self._event(connection, f"study_{state}", reason)
 
-    def stop(self, reason: str, *slots: Slot) -> None:
-        """The study stops because of these slots; their failures will not count again once the user goes on."""
+    def stop(self, reason: str, *slots: Slot, alone: bool = True) -> None:
+        """The study stops because of these slots; their failures will not count again once the user goes on.
+
+        Where this worker is not alone, only the worker stops.
+        """
         with self.engine.begin() as connection:
             for slot in slots:
                 for table in (t.launches, t.reconfigurations):
                     if table is t.launches or sa.inspect(connection).has_table(table.name):
                         connection.execute(sa.update(table).where(*self._slot(table, slot)).values(forgiven=True))
-            self._set_state(connection, "stopped", reason)
+            if alone:
+                self._set_state(connection, "stopped", reason)
+            else:
+                self._event(connection, "worker_stopped", reason)
+
+    def adopt(self, place: str) -> None:
+        """Launches that were made before places were noted were made here: nobody else could have."""
+        with self.engine.begin() as connection:
+            t.launch_places.create(connection, checkfirst=True)
+            known = set(connection.execute(sa.select(t.launch_places.c.launch)).scalars())
+            ids = connection.execute(sa.select(t.launches.c.id).where(t.launches.c.study == self.name)).scalars()
+            rows = [{"launch": number, "study": self.name, "place": place} for number in ids if number not in known]
+            if rows:
+                connection.execute(sa.insert(t.launch_places), rows)
 
     def set_budget(self, budget: Budget, why: str) -> None:
         """New totals."""
@@ -174,10 +206,71 @@ class StudyStore:
             connection.execute(sa.delete(t.quality).where(key))
             connection.execute(sa.insert(t.quality).values(values))
 
+    def put_imports(
+        self,
+        imports: Sequence[Import],
+        candidates: Sequence[Candidate],
+        launches: Sequence[StoredLaunch],
+        blocks: Sequence[StoredBlock],
+        message: str,
+    ) -> None:
+        """Keeps what an earlier study knew, all of it or nothing: its launches and blocks become a place of their own.
+
+        The baseline's screenings get numbers that no other one has.
+        """
+        with self.engine.begin() as connection:
+            for table in (t.imports, t.launch_places):
+                table.create(connection, checkfirst=True)
+            for candidate in candidates:
+                key = (t.candidates.c.study == self.name) & (t.candidates.c.id == candidate.id)
+                if connection.execute(sa.select(t.candidates.c.id).where(key)).first() is None:
+                    values = {"study": self.name, "id": candidate.id, "settings": dict(candidate.settings)}
+                    connection.execute(sa.insert(t.candidates).values(values))
+            numbers = {launch.id: self._import_launch(connection, launch) for launch in launches}
+            for stored in blocks:
+                row: dict[str, Any] = {
+                    "study": self.name,
+                    "candidate": stored.candidate_id,
+                    "concurrency": stored.concurrency,
+                    "role": stored.role,
+                    "repetition": stored.repetition,
+                    "launch": numbers[stored.launch_id],
+                    "attempt": 0,
+                    "valid": True,
+                    "ended_at": stored.block.started_at + stored.block.window_s,
+                    "block": stored.block.to_dict(),
+                }
+                connection.execute(sa.insert(t.blocks).values(row))
+            for one in imports:
+                connection.execute(sa.insert(t.imports).values(study=self.name, **_import_row(one)))
+            self._event(connection, "imported", message)
+
+    def _import_launch(self, connection: sa.Connection, launch: StoredLaunch) -> int:
+        values = {
+            "study": self.name,
+            "candidate": launch.slot.candidate_id,
+            "role": launch.slot.role,
+            "repetition": launch.slot.repetition,
+            "state": "imported",
+            "marker": "",
+            "log_path": launch.log_path,
+            "record": launch.record.to_dict() if launch.record else None,
+            "started_at": launch.started_at,
+            "ready_at": launch.ready_at,
+            "ended_at": launch.ended_at,
+            "effective": finite(launch.effective),
+            "forgiven": False,
+        }
+        key = connection.execute(sa.insert(t.launches).values(values)).inserted_primary_key
+        assert key is not None
+        place = {"launch": key[0], "study": self.name, "place": launch.place}
+        connection.execute(sa.insert(t.launch_places).values(place))
+        return int(key[0])
+
     # -- launches ---------------------------------------------------------------------------------------------------
 
-    def begin_launch(self, slot: Slot) -> int:
-        """A launch is about to begin; returns its id, which its log and its marker are named after."""
+    def begin_launch(self, slot: Slot, place: str = "") -> int:
+        """A launch is about to begin at a place; returns its id, which its log and its marker are named after."""
         values = {
             "study": self.name,
             "candidate": slot.candidate_id,
@@ -188,7 +281,11 @@ class StudyStore:
         }
         with self.engine.begin() as connection:
             key = connection.execute(sa.insert(t.launches).values(values)).inserted_primary_key
-        assert key is not None
+            assert key is not None
+            if place:
+                t.launch_places.create(connection, checkfirst=True)
+                at = {"launch": key[0], "study": self.name, "place": place}
+                connection.execute(sa.insert(t.launch_places).values(at))
         return int(key[0])
 
     def launch_record(self, launch: int, record: LaunchRecord, marker: str, log_path: str) -> None:
@@ -347,6 +444,14 @@ class StudyStore:
             connection.execute(sa.insert(t.confirmations).values(values))
             self._event(connection, "confirmation", f"round {confirmation.round}: {', '.join(confirmation.finalists)}")
 
+    def abandon(self, confirmation: int, repetition: int, why: str) -> None:
+        """A pair of a confirmation whose worker is gone is not waited for any more."""
+        values = {"study": self.name, "round": confirmation, "repetition": repetition, "why": why}
+        with self.engine.begin() as connection:
+            t.abandoned.create(connection, checkfirst=True)
+            connection.execute(sa.insert(t.abandoned).values(values))
+            self._event(connection, "abandoned", why)
+
     def finish(self, verdicts: Sequence[Verdict], reason: str) -> None:
         """The study is done: what was found, in place of what was found before."""
         with self.engine.begin() as connection:
@@ -362,9 +467,10 @@ class StudyStore:
             self._set_state(connection, "done", reason)
 
 
-def _launch(row: Any) -> StoredLaunch:
+def _launch(row: Any, place: str) -> StoredLaunch:
     return StoredLaunch(
         id=row.id,
+        place=place,
         slot=Slot(row.candidate, row.role, row.repetition),
         state=row.state,
         marker=row.marker,
@@ -409,6 +515,16 @@ def _record(launch: int, stored: Any) -> LaunchRecord:
             f"the record of launch {launch} is not complete ({error}): another version of the tuner wrote it, or "
             "somebody changed its database. It was left as it is"
         ) from error
+
+
+def _import_row(one: Import) -> dict[str, Any]:
+    return {
+        "source": one.source,
+        "candidate": one.candidate_id,
+        "state": one.state,
+        "why": one.why,
+        "value": one.value,
+    }
 
 
 def _block(row: Any, order: int) -> StoredBlock:

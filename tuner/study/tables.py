@@ -190,18 +190,52 @@ events = Table(
     Column("message", Text, nullable=False),
 )
 
-leases = Table(
-    "tuner_leases",
+workers = Table(
+    "tuner_workers",
     metadata,
     Column("study", String(64), primary_key=True),
+    Column("place", String(255), primary_key=True),
     Column("token", String(32), nullable=False),
     Column("host", String(255), nullable=False),
+    Column("devices", Text, nullable=False),
     Column("boot", String(64), nullable=False),
     Column("pid", Integer, nullable=False),
     Column("pid_started", String(32), nullable=False),
     Column("renewed_at", Float, nullable=False),
     Column("expires_at", Float, nullable=False),
 )
+"""Whoever works on a study, with its lease."""
 
-MADE_WHEN_NEEDED = (quality,)
+launch_places = Table(
+    "tuner_launch_places",
+    metadata,
+    Column("launch", Integer, primary_key=True, autoincrement=False),
+    _study(),
+    Column("place", String(255), nullable=False),
+)
+"""Where a launch ran. One of a study that never noted it ran at the place of no name."""
+
+abandoned = Table(
+    "tuner_abandoned",
+    metadata,
+    Column("study", String(64), primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("repetition", Integer, primary_key=True),
+    Column("why", Text, nullable=False),
+)
+"""Pairs of a confirmation whose worker is gone before they were whole; others were measured in their place."""
+
+imports = Table(
+    "tuner_imports",
+    metadata,
+    Column("study", String(64), primary_key=True),
+    Column("source", String(64), primary_key=True),
+    Column("candidate", String(12), primary_key=True),
+    Column("state", String(16), nullable=False),
+    Column("why", Text, nullable=False),
+    Column("value", Float),
+)
+"""What earlier studies knew of candidates when a study began: taken, stale, or left out, and why."""
+
+MADE_WHEN_NEEDED = (quality, workers, launch_places, abandoned, imports)
 """Tables that a database of this version may lack: they come with their first row, and reading does without them."""

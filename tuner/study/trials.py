@@ -73,13 +73,22 @@ class Trials:
         """All trials, by number."""
         return tuple(_stored(trial) for trial in self.history())
 
-    def begin(self, kind: TrialKind, candidate_id: str, proposal: Proposal | None) -> None:
-        """Adds a running trial; `proposal` is None for a baseline that the parameters do not make up."""
-        self._study.add_trial(_template(TrialState.RUNNING, kind, candidate_id, proposal, None, ""))
+    def begin(self, kind: TrialKind, candidate_id: str, proposal: Proposal | None, place: str = "") -> None:
+        """Adds a running trial of a place; `proposal` is None for a baseline that the parameters do not make up."""
+        self._study.add_trial(_template(TrialState.RUNNING, kind, candidate_id, proposal, None, "", place))
 
-    def record(self, kind: TrialKind, candidate_id: str, proposal: Proposal, score: Score, why: str) -> None:
-        """Adds a trial that needs no launch, with its value."""
-        self._study.add_trial(_template(TrialState.COMPLETE, kind, candidate_id, proposal, score, why))
+    def take_over(self, number: int, place: str, repetition: int) -> None:
+        """A running trial whose worker is gone begins anew at another place, as another repetition of its slot."""
+        storage = self._storage
+        study = storage.get_study_id_from_name(self._study.study_name)
+        trial = storage.get_trial_id_from_study_id_trial_number(study, number)
+        storage.set_trial_user_attr(trial, "at", [place, repetition])
+
+    def record(
+        self, kind: TrialKind, candidate_id: str, proposal: Proposal, score: Score, why: str, place: str = ""
+    ) -> None:
+        """Adds a trial that needs no launch, with its value; `place` is where an imported one was measured."""
+        self._study.add_trial(_template(TrialState.COMPLETE, kind, candidate_id, proposal, score, why, place))
 
     def tell(self, number: int, score: Score, why: str = "") -> None:
         """Ends a running trial: COMPLETE, with a finite value, whatever came of it; telling it again does nothing.
@@ -100,20 +109,28 @@ class Trials:
 
 
 def _template(
-    state: TrialState, kind: TrialKind, candidate_id: str, proposal: Proposal | None, score: Score | None, why: str
+    state: TrialState,
+    kind: TrialKind,
+    candidate_id: str,
+    proposal: Proposal | None,
+    score: Score | None,
+    why: str,
+    place: str = "",
 ) -> FrozenTrial:
+    at = {"at": [place, 0]} if place else {}
     return optuna.trial.create_trial(
         state=state,
         value=score.value if score else None,
         params=dict(proposal.params) if proposal else {},
         distributions=dict(proposal.distributions) if proposal else {},
-        user_attrs={"candidate": candidate_id, "kind": kind, "why": why},
+        user_attrs={"candidate": candidate_id, "kind": kind, "why": why, **at},
         system_attrs=dict(proposal.system_attrs) if proposal else {},
         constraints=dict(score.constraints) if score else None,
     )
 
 
 def _stored(trial: FrozenTrial) -> StoredTrial:
+    place, repetition = trial.user_attrs.get("at", ("", 0))
     return StoredTrial(
         number=trial.number,
         candidate_id=trial.user_attrs["candidate"],
@@ -123,4 +140,6 @@ def _stored(trial: FrozenTrial) -> StoredTrial:
         value=trial.value,
         constraints=dict(trial.constraints),
         why=trial.user_attrs.get("why", ""),
+        place=place,
+        repetition=repetition,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -146,17 +146,32 @@ def reconfigure(record: LaunchRecord, change: Change, key: str | None = None) ->
 
 
 class Machine:
-    """The real machine. Prompts are read when it is made: a missing set is found before anything starts."""
+    """The real machine. Prompts are read when it is made: a missing set is found before anything starts.
 
-    def __init__(self, space: Space) -> None:
+    `devices` are those that servers may use, where they are not all; `siblings` are the pids of other tuners that share
+    this host for the same study, and `study` is how the markers of its servers begin.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        devices: Sequence[str] = (),
+        siblings: Callable[[], Iterable[int]] = tuple,
+        study: Mapping[str, str] | None = None,
+    ) -> None:
         from tuner.bench.plan import window_plan
         from tuner.bench.prompts import load_prompts
+        from tuner.launch.processes import marker_text
+        from tuner.launch.siblings import SiblingLoad
 
         self._workload = space.workload
         self._plan = replace(window_plan(space.profile), stall_s=space.launch.token_stall_s)
         self._launch = space.launch
         self._container = space.container
         self._api_key = api_key(space)
+        self._devices = tuple(devices)
+        self._siblings = SiblingLoad(siblings, marker_text(study)) if study else None
         prompts = space.workload.prompts
         self._prompts = {
             "screen": load_prompts(prompts, split="tuning"),
@@ -215,7 +230,8 @@ class Machine:
             api_key=self._api_key,
             on_progress=on_progress,
             server_failure=server.failure,
-            server_cpu_s=server.cpu_s,
+            server_cpu_s=lambda: server.cpu_s() + self._siblings_cpu_s(server),
+            devices=self._devices,
         )
         if self._api_key and (found := outcome.failure) is not None:
             said = {name: getattr(found, name).replace(self._api_key, "(the API key)") for name in _SAID}
@@ -233,6 +249,9 @@ class Machine:
         if problem := reconfigure(record, change, self._api_key):
             said = problem.replace(self._api_key, "(the API key)") if self._api_key else problem
             raise LaunchFailed(server.failure() or failure("reconfigure_failed", "bench", said))
+
+    def _siblings_cpu_s(self, server: RunningServer) -> float:
+        return self._siblings.cpu_s((os.getpid(), server.pid)) if self._siblings else 0.0
 
     def keep_requests(self, outcome: Outcome, path: Path) -> None:
         """Writes the requests of a block to a file, one JSON object a line, compressed.
@@ -283,13 +302,13 @@ class Machine:
         return settle(report) if isinstance(report, Report) else ()
 
     def neighbours(self) -> list[str]:
-        """Other programs on the GPUs, one sentence each."""
+        """Other programs on the GPUs that servers may use, one sentence each."""
         from tuner.launch import gpu
 
         return [
             f"process {one.pid} computes on a GPU ({one.used_mib or 'unknown'} MiB): a server of this study may not "
             "fit beside it, and its figures would be of a shared GPU"
-            for one in gpu.processes()
+            for one in gpu.processes(self._devices)
         ]
 
 

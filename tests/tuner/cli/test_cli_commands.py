@@ -44,7 +44,7 @@ def machine(tmp_path, monkeypatch):
     the_machine = ToyMachine()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tuner.engines.base.get_engine", lambda kind: KnownEngine())
-    monkeypatch.setattr("tuner.study.session.Machine", lambda space: the_machine)
+    monkeypatch.setattr("tuner.study.session.Machine", lambda space, **_: the_machine)
     monkeypatch.setitem(POLICIES, "short", Policy(pairs=1))
     (tmp_path / "toy.yaml").write_text(SPACE.replace("launches: 14", "launches: 5"))
     return the_machine

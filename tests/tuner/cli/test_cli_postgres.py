@@ -162,7 +162,7 @@ def test_a_database_that_stays_away_costs_no_block(machine, postgres_server, mon
     before = blocks(url)
     assert len(before) == 3
     with psycopg.connect(url.replace("+psycopg", "")) as connection:
-        connection.execute("delete from tuner_leases")  # this process lives on, unlike a tuner that has ended
+        connection.execute("delete from tuner_workers")  # this process lives on, unlike a tuner that has ended
     result = tuner("run", "toy.yaml", "--storage", url)
     assert result.exit_code == 0, result.output
     assert set(before) <= set(blocks(url)), "a block was lost"

@@ -43,7 +43,7 @@ def at_block(number, monkeypatch, act):
 def process_ends():
     """The tests' process lives on, and its lease with it, unlike a tuner that could not give its own back."""
     with sqlite3.connect(DATABASE) as connection:
-        connection.execute("delete from tuner_leases")
+        connection.execute("delete from tuner_workers")
 
 
 def goes_on(machine, before):  # noqa: F811
@@ -231,7 +231,7 @@ def test_a_study_of_another_version(machine, change):  # noqa: F811
 def test_a_tuner_that_slept_while_another_took_its_study_over_stops_and_leaves_it_alone(machine, monkeypatch):  # noqa: F811
     def taken_over(store: StudyStore):
         with store.engine.begin() as connection:
-            connection.exec_driver_sql("update tuner_leases set token = 'of another'")
+            connection.exec_driver_sql("update tuner_workers set token = 'of another'")
 
     with monkeypatch.context() as patched:
         at_block(3, patched, taken_over)
@@ -239,8 +239,8 @@ def test_a_tuner_that_slept_while_another_took_its_study_over_stops_and_leaves_i
     assert not machine.running
     assert len(blocks()) == 3
     with sqlite3.connect(DATABASE) as connection:
-        assert connection.execute("select token from tuner_leases").fetchall() == [("of another",)]
-        connection.execute("delete from tuner_leases")
+        assert connection.execute("select token from tuner_workers").fetchall() == [("of another",)]
+        connection.execute("delete from tuner_workers")
     result = tuner("run", "toy.yaml")
     assert result.exit_code == 0, result.output
 

@@ -10,12 +10,12 @@ import sqlalchemy as sa
 from tests.tuner.study.toy_study import study
 from tuner.errors import StudyStopped, UsageError
 from tuner.study.lease import EXPIRES_S, Holder, acquire, alive, hold, holder, this_process
-from tuner.study.tables import leases
+from tuner.study.tables import workers
 
 
 def set_holder(store, **values):
     with store.engine.begin() as connection:
-        connection.execute(sa.update(leases).values(**values))
+        connection.execute(sa.update(workers).values(**values))
 
 
 def test_two_tuners_on_one_study_are_refused_and_the_first_is_named(tmp_path):
@@ -75,7 +75,7 @@ def test_a_tuner_whose_lease_was_taken_over_stops(tmp_path):
         lease.check()
     lease.release()
     with store.engine.connect() as connection:
-        assert connection.execute(sa.select(leases.c.token)).scalar() == "of another"
+        assert connection.execute(sa.select(workers.c.token)).scalar() == "of another"
 
 
 def test_a_holder_in_another_pid_namespace_lives_until_its_lease_expires():

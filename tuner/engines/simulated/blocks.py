@@ -34,6 +34,10 @@ class Clock:
         """The time."""
         return self.now
 
+    def wait(self, seconds: float) -> None:
+        """Lets time pass."""
+        self.now += seconds
+
 
 class BlockSource:
     """One simulated study's blocks. `truth` is the machine; seeds that are equal give equal studies."""

@@ -1,0 +1,236 @@
+"""Several workers on one study: nothing is measured twice, pairs stay within a place, a lost worker loses nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from tests.tuner.study.toy_study import SPACE as TOY
+from tests.tuner.study.toy_study import ToyMachine, controller, space, study
+from tuner.errors import EnvironmentBroken, UsageError
+from tuner.records import Failure
+from tuner.space import Space
+from tuner.study.data import Budget, StudyData
+from tuner.study.decide import recommendation
+from tuner.study.lease import acquire, working
+from tuner.study.place import Place, hostname
+from tuner.study.session import read_space
+from tuner.study.simulated_fleet import FleetRun, run_fleet
+from tuner.study.store import create_study, open_study
+from tuner.study.tables import workers
+
+ENV = "environment"
+SPACES = Path(__file__).parents[3] / "search_spaces"
+LAUNCHES = 64
+
+
+def simulated(folder: Path, launches: int = LAUNCHES, *overrides: str) -> tuple[str, Space]:
+    the_space = read_space(
+        str(SPACES / "pcie_blackwell.yaml"),
+        ("engine.kind=simulated", "simulation.clock=virtual", "budget.candidates=200", *overrides),
+    )
+    url = f"sqlite:///{folder / 'study.db'}"
+    create_study(
+        "fleet",
+        space=the_space,
+        space_text="",
+        fingerprint={},
+        seed=3,
+        budget=Budget(launches, 200, None),
+        storage=url,
+    ).close()
+    return url, the_space
+
+
+def fleet(folder: Path, speeds: list[float], launches: int = LAUNCHES, *overrides: str) -> FleetRun:
+    folder.mkdir(exist_ok=True)
+    url, _ = simulated(folder, launches, *overrides)
+    return run_fleet(lambda: open_study("fleet", url), folder, speeds)
+
+
+def places(data: StudyData) -> dict[int, str]:
+    return {launch.id: launch.place for launch in data.launches}
+
+
+def check_one_place_each(data: StudyData) -> None:
+    """All blocks of a slot, of a pair, and of what a candidate is compared with are of one place."""
+    at = places(data)
+    seen = Counter((b.candidate_id, b.concurrency, b.role, b.repetition) for b in data.blocks.values())
+    assert set(seen.values()) == {1}, "nothing was measured twice"
+    for slot, blocks in data.by_slot.items():
+        assert len({at[block.launch_id] for block in blocks}) == 1, slot
+    for pair in data.pairs:
+        baseline, candidate = data.blocks[pair.baseline_block], data.blocks[pair.candidate_block]
+        assert at[baseline.launch_id] == at[candidate.launch_id]
+
+
+@pytest.mark.slow
+def test_four_workers_take_at_most_three_tenths_of_the_time_and_decide_the_same(tmp_path: Path) -> None:
+    alone = fleet(tmp_path / "one", [1.0])
+    four = fleet(tmp_path / "four", [1.0, 0.9, 1.1, 1.0])
+    assert four.makespan_s <= 0.3 * alone.makespan_s, four.makespan_s / alone.makespan_s
+    assert len([x for x in four.data.launches if x.state == "done"]) <= LAUNCHES
+    check_one_place_each(four.data)
+    assert set(places(four.data).values()) == {"host1", "host2", "host3", "host4"}
+    one, other = recommendation(alone.data).overall, recommendation(four.data).overall
+    assert one.winner is not None
+    assert other.winner is not None
+    assert one.winner.id == other.winner.id
+
+
+def test_three_hosts_of_different_speed_share_a_short_study(tmp_path: Path) -> None:
+    found = fleet(tmp_path / "three", [1.0, 0.7, 1.3], 16, "profile=short", "parameters.allreduce.choices=[custom]")
+    assert found.data.state == "done"
+    check_one_place_each(found.data)
+    assert len({launch.place for launch in found.data.launches}) == 3
+    assert sum(launch.state == "done" for launch in found.data.launches) <= 16
+    winner = recommendation(found.data).overall
+    assert winner.verdict is not None
+    assert winner.verdict.speedup is not None
+    baselines = {b.block.tokens_per_s for b in found.data.blocks.values() if b.candidate_id == found.data.baseline.id}
+    assert max(baselines) > 1.5 * min(baselines), "hosts differ far more than candidates do, and it does not show"
+
+
+A, B = Place("a"), Place("b")
+
+
+class Ended(Exception):
+    """What a killed worker leaves behind, without the end of the process."""
+
+
+def ends_at(store, number: int):
+    """A world whose process is gone right before block `number` is measured."""
+    world = ToyMachine()
+    measure = world.measure
+
+    def until(*args, **kwargs):
+        if len(store.data().blocks) == number:
+            raise Ended
+        return measure(*args, **kwargs)
+
+    world.measure = until  # type: ignore[method-assign]
+    return world
+
+
+def worker(store, place: Place, others: frozenset[str] = frozenset(), world=None, **more):
+    machine = world or ToyMachine()
+    return controller(store, machine, place=place, others=lambda: others, **more)
+
+
+def abandoned_by_a(tmp_path: Path, blocks: int, launches: int = 14):
+    """A study that the worker at A has left without a word after so many blocks."""
+    store = study(tmp_path, space(TOY.replace("launches: 14", f"launches: {launches}")))
+    one = worker(store, A, world=ends_at(store, blocks))
+    end = one._end
+
+    def unless_killed(*args, interrupted: bool = False, **more):
+        if not interrupted:
+            end(*args, **more)
+
+    one._end = unless_killed  # type: ignore[method-assign]
+    with pytest.raises(Ended):
+        one.run()
+    return store
+
+
+@pytest.mark.parametrize("blocks", range(1, 18, 2))
+def test_a_worker_that_dies_anywhere_is_taken_over_elsewhere_and_nothing_is_lost(tmp_path: Path, blocks: int) -> None:
+    store = abandoned_by_a(tmp_path, blocks)
+    before = store.data()
+    data = worker(store, B).run()
+    assert data.state == "done"
+    check_one_place_each(data)
+    assert before.blocks.items() <= data.blocks.items(), "nothing is lost"
+    assert all(launch.ended_at is not None for launch in data.launches)
+    assert not any(trial.running for trial in data.trials)
+    assert recommendation(data).overall.winner is not None
+    done = {p.index for p in data.pairs if p.role == "confirm"}
+    assert len(done) >= 4, "a pair that was left half done is made up for"
+
+
+def test_what_another_worker_is_at_is_left_to_it(tmp_path: Path) -> None:
+    store = abandoned_by_a(tmp_path, 3)
+    before = store.data()
+    running = next(trial for trial in before.trials if trial.running)
+    waited: list[float] = []
+
+    class Enough(Exception):
+        pass
+
+    def pause(seconds: float) -> None:
+        waited.append(seconds)
+        raise Enough
+
+    two = worker(store, B, frozenset({"a"}), pause=pause)
+    with pytest.raises(Enough):
+        two.run()
+    data = store.data()
+    assert data.trials[running.number].place == "a"
+    assert data.trials[running.number].running, "nobody took it over"
+    assert not data.confirmations, "the finalists are not chosen before the last candidate is measured"
+    mine = [launch for launch in data.launches if launch.place == "b"]
+    assert mine[0].slot.candidate_id == data.baseline.id, "its own baseline came first"
+    assert {launch.slot.candidate_id for launch in mine}.isdisjoint({running.candidate_id})
+    assert [launch.state for launch in data.launches if launch.place == "a"][-1] == "running"
+
+
+def test_a_worker_that_comes_back_goes_on_with_its_own(tmp_path: Path) -> None:
+    store = abandoned_by_a(tmp_path, 3)
+    data = worker(store, A).run()
+    assert {launch.place for launch in data.launches} == {"a"}
+    assert not any(trial.repetition for trial in data.trials)
+
+
+def test_a_broken_machine_stops_its_worker_and_not_the_study(tmp_path: Path) -> None:
+    store = abandoned_by_a(tmp_path, 6, launches=24)
+    broken = ToyMachine(fails=lambda phase, settings, count: Failure("port_conflict", "ready", "taken", blame=ENV))
+    store.set_state("running")
+    with pytest.raises(EnvironmentBroken):
+        worker(store, B, frozenset({"a"}), world=broken).run()
+    assert store.data().state == "running"
+    data = worker(store, A).run()
+    assert data.state == "done"
+    check_one_place_each(data)
+
+
+def test_two_workers_on_one_host_need_devices_of_their_own(tmp_path: Path) -> None:
+    store = study(tmp_path)
+    host = hostname()
+    first = acquire(store.engine, "toy", place=Place(host, ("0", "1")))
+    for place in (Place(host), Place(host, ("1", "2")), Place(host, ("0", "1"))):
+        with pytest.raises(UsageError, match="--devices 0,1"):
+            acquire(store.engine, "toy", place=place)
+    second = acquire(store.engine, "toy", place=Place(host, ("2", "3")))
+    assert first.others() == {f"{host}/2,3"}
+    assert second.others() == {f"{host}/0,1"}
+    assert len(first.sibling_pids()) == 1
+    first.release()
+    assert [each.place.devices for each in working(store.engine, "toy")] == [("2", "3")]
+
+
+def test_a_file_is_not_shared_between_hosts(tmp_path: Path) -> None:
+    store = study(tmp_path)
+    acquire(store.engine, "toy", place=Place("elsewhere"))
+    with store.engine.begin() as connection:
+        connection.execute(sa.update(workers).values(host="elsewhere"))
+    with pytest.raises(UsageError, match="SQLite cannot be shared between hosts"):
+        acquire(store.engine, "toy")
+
+
+def test_devices_are_part_of_a_launch_and_not_of_the_study(tmp_path: Path) -> None:
+    the_space = space()
+    with_devices = space(TOY, "engine.devices=[2, 3]")
+    assert with_devices.fingerprint == the_space.fingerprint
+    assert with_devices.devices == ("2", "3")
+    data = worker(study(tmp_path), Place("a", ("2", "3"))).run()
+    assert {launch.record.env["CUDA_VISIBLE_DEVICES"] for launch in data.launches if launch.record} == {"2,3"}
+    assert {launch.place for launch in data.launches} == {"a/2,3"}
+    both = TOY.replace("model: toy}", "model: toy, env: {CUDA_VISIBLE_DEVICES: '1'}, devices: [0]}")
+    with pytest.raises(UsageError, match="must not be set otherwise"):
+        space(both)
+    for bad in ("[0, 0]", "[]", "[a b]", "'3-1'", "true"):
+        with pytest.raises(UsageError, match="devices"):
+            space(TOY, f"engine.devices={bad}")
