@@ -68,6 +68,7 @@ def check_one_place_each(data: StudyData) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_four_workers_take_at_most_three_tenths_of_the_time_and_decide_the_same(tmp_path: Path) -> None:
     alone = fleet(tmp_path / "one", [1.0])
     four = fleet(tmp_path / "four", [1.0, 0.9, 1.1, 1.0])
@@ -81,6 +82,8 @@ def test_four_workers_take_at_most_three_tenths_of_the_time_and_decide_the_same(
     assert one.winner.id == other.winner.id
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_three_hosts_of_different_speed_share_a_short_study(tmp_path: Path) -> None:
     found = fleet(tmp_path / "three", [1.0, 0.7, 1.3], 16, "profile=short", "parameters.allreduce.choices=[custom]")
     assert found.data.state == "done"
