@@ -95,7 +95,8 @@ def test_a_killed_study_goes_on_and_its_decision_can_be_deployed(tmp_path: Path)
     text = run_to_the_end(tmp_path)
     after = blocks(tmp_path)
     assert after[: len(before)] == before, "a measured block was lost or measured twice"
-    assert len(after) == 4, text
+    # Two of the candidate, and its baseline's on the same server; what the killed server had measured is kept beside.
+    assert 4 <= len(after) <= 6, text
     assert "keep the baseline" in text
     assert "interval)" not in text, "no interval from fewer than four pairs"
     assert "not separated" in text

@@ -147,12 +147,14 @@ def test_a_small_budget_searches_and_says_that_it_cannot_confirm(tmp_path):
 def test_a_failed_candidate_is_told_as_complete_infeasible_and_finite(tmp_path, phase):
     deep = fails(phase, when=lambda settings, count: settings.get("num_steps", 0) >= 3)
     data, _, _ = run(tmp_path, ToyMachine(fails=deep), the_space=space(SPACE, "budget.launches=40"))
-    failed = [t for t in data.measured if data.candidates[t.candidate_id].settings["num_steps"] >= 3]
+    failed = [t for t in data.trials if data.candidates[t.candidate_id].settings.get("num_steps", 0) >= 3]
     assert len(failed) == 3
     for trial in failed:
         assert (trial.value, trial.constraints) == (PESSIMISTIC, {"launch": 1.0})
-        assert trial.why.startswith("startup_crash")
-    assert summary(data).failures == {"startup_crash": 3}
+    assert [trial.kind for trial in failed] == ["measured", "measured", "known_crash"]
+    assert all(trial.why.startswith("startup_crash") for trial in failed[:2])
+    assert failed[2].why == "2 of 2 candidates with num_steps >= 3 crashed, and none worked"
+    assert summary(data).failures == {"startup_crash": 2}
     assert recommendation(data).overall.winner.settings["num_steps"] == 2
 
 

@@ -85,7 +85,8 @@ def test_once_a_candidate_has_been_measured_a_setting_that_never_works_does_not_
     policy = Policy(pairs=1, same_failures=99)
     data = controller(study(tmp_path, space(SPACE, "budget.launches=40")), machine, policy=policy).run()
     assert data.state == "done"
-    assert sum(trial.value == PESSIMISTIC for trial in data.measured) == 5
+    assert sum(trial.value == PESSIMISTIC for trial in data.measured) == 2
+    assert any(trial.kind == "known_crash" for trial in data.trials), "what crashed twice is left alone"
 
 
 # -- crashes that are known --------------------------------------------------------------------------------------------
