@@ -186,7 +186,7 @@ class Controller:
                 data = self._tidied(self.store.data())
                 self.observer.state(data)
                 step = self._next(data)
-                if isinstance(step, Done):
+                if isinstance(step, Done) and self._up is None:
                     return data if data.state == "done" else self._finish(data, step.reason)
                 first = self._first(step)
                 if first is None:

@@ -175,8 +175,8 @@ class Saving:
         if not self.candidates:
             return ""
         return (
-            f"{self.candidates} candidates were measured by changing hot settings on a running server: so many "
-            f"launches saved, about {self.saved_s / 60:.1f} minutes of starting servers; {self.launches} were made."
+            f"{self.candidates} candidates were measured on a running server, by changing its hot settings. "
+            f"Launches saved: {self.candidates}, about {self.saved_s / 60:.1f} minutes; {self.launches} were made."
         )
 
 

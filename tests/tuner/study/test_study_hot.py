@@ -48,7 +48,15 @@ def test_the_whole_space_is_searched_in_one_launch_for_each_value_of_the_cold_se
     assert found.candidates == len(data.measured) - sum(
         launch.slot.candidate_id != data.baseline.id for launch in searched
     )
-    assert "launches saved" in found.sentence
+    assert "Launches saved" in found.sentence
+
+
+def test_a_search_without_a_confirmation_leaves_no_server_running(tmp_path):
+    data, machine = run(tmp_path, None, "budget.launches=2", "budget.candidates=2")
+    assert data.state == "done"
+    assert not data.confirmations
+    assert not machine.running
+    assert all(launch.ended_at for launch in data.launches)
 
 
 def test_launches_of_the_confirmation_serve_one_candidate_each_as_they_were_launched(done):

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from tests.tuner.study.toy_study import SPACE as TOY
 from tests.tuner.study.toy_study import ToyMachine, controller, space, study
 from tuner.errors import EnvironmentBroken, UsageError
-from tuner.records import Failure
+from tuner.records import Candidate, Failure
 from tuner.space import Space
 from tuner.study.data import Budget, StudyData
 from tuner.study.decide import recommendation
@@ -55,6 +55,11 @@ def places(data: StudyData) -> dict[int, str]:
     return {launch.id: launch.place for launch in data.launches}
 
 
+def kind_of(winner: Candidate | None) -> dict[str, object]:
+    assert winner is not None
+    return {name: winner.settings.get(name) for name in ("speculation", "topk", "spec_version", "allreduce")}
+
+
 def check_one_place_each(data: StudyData) -> None:
     """All blocks of a slot, of a pair, and of what a candidate is compared with are of one place."""
     at = places(data)
@@ -77,9 +82,11 @@ def test_four_workers_take_at_most_three_tenths_of_the_time_and_decide_the_same(
     check_one_place_each(four.data)
     assert set(places(four.data).values()) == {"host1", "host2", "host3", "host4"}
     one, other = recommendation(alone.data).overall, recommendation(four.data).overall
-    assert one.winner is not None
-    assert other.winner is not None
-    assert one.winner.id == other.winner.id
+    assert kind_of(one.winner) == kind_of(other.winner)
+    # Which of several that are equally good is found hangs on the order of the search.
+    assert one.verdict.low <= other.verdict.speedup <= one.verdict.high
+    assert other.verdict.low <= one.verdict.speedup <= other.verdict.high
+    print(f"makespan of four workers / of one: {four.makespan_s / alone.makespan_s:.3f}")
 
 
 @pytest.mark.slow
