@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -191,7 +192,7 @@ class Group:
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
 
 
-class PythonCollective:
+class PythonCollective(ABC):
     """What backends that are called from Python share: counting, numbering, errors, and the hook.
 
     A subclass has `_sum`, `_gather` and `_send`, which raise RuntimeError as torch does.
@@ -204,16 +205,17 @@ class PythonCollective:
         self._failure: CollectiveError | None = None
         self._callback = _HOOK(self._called)
 
+    @abstractmethod
     def _sum(self, x: Tensor) -> None:
-        raise NotImplementedError
+        """Of every rank's x, in place."""
 
+    @abstractmethod
     def _gather(self, x: Tensor, parts: list[Tensor]) -> None:
         """Every rank's x to `parts`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _send(self, x: Tensor) -> None:
         """Rank 0's x to all."""
-        raise NotImplementedError
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Collective.all_reduce`."""
