@@ -248,6 +248,7 @@ class PythonCollective(ABC):
 
     def lose(self, rank: int) -> None:
         """See `Collective.lose`. A connection to a process that has died breaks by itself."""
+        return
 
     def counts(self) -> Mapping[str, Count]:
         """See `Collective.counts`."""
