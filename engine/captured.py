@@ -1,8 +1,9 @@
 """Forwards of the target that are replayed from graphs: decode and verify steps of whole batches.
 
 A graph reads and writes the same memory each time. So a batch is copied into buffers of its bucket's size, each request
-is given the same number of rows, and there are requests that do not exist: what is filled up reads and writes a page
-that belongs to nobody.
+is given the same number of rows, and there are requests that do not exist: what is filled up writes to a page that
+belongs to nobody. No row's mask is wider than its request's rows that exist, so that nothing is read that was not
+written: a key under a mask weighs nothing, yet nothing times a NaN is a NaN.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Captured:
             row_start=torch.arange(0, bucket * n + 1, n, dtype=torch.int32, device=device),
             context=filled(bucket, 0, torch.int32),
             mask=filled(bucket * n * n, 1, torch.uint8) if n > 1 else None,
+            mask_width=filled(bucket, 1, torch.int32) if n > 1 else None,
             mask_start=torch.arange(0, bucket * n * n, n * n, device=device)
             if n > 1
             else filled(bucket, -1, torch.int64),
@@ -112,18 +114,30 @@ class Captured:
             whole[where] = given
             _send(target, whole)
         if to.mask is not None:
-            _send(to.mask, self._masks(view, rows, len(to.table_row)).reshape(-1))
+            masks, widths = self._masks(view, rows, len(to.table_row))
+            _send(to.mask, masks.reshape(-1))
+            assert to.mask_width is not None
+            _send(to.mask_width, widths)
 
-    def _masks(self, view: View, rows: np.ndarray, bucket: int) -> np.ndarray:
-        """Who sees whom, uint8 [bucket, rows, rows]; rows that do not exist see what is before them."""
+    def _masks(self, view: View, rows: np.ndarray, bucket: int) -> tuple[np.ndarray, np.ndarray]:
+        """Who sees whom: masks, uint8 [bucket, rows * rows], each [rows, width] and then nothing; widths, int32.
+
+        A row that does not exist sees the first of its request, as does the one of a request that does not exist.
+        """
         n = self._rows
-        masks = np.broadcast_to(np.tri(n, dtype=np.uint8), (bucket, n, n)).copy()
+        widths = np.ones(bucket, dtype=np.int32)
+        widths[: len(rows)] = rows
+        masks = np.zeros((bucket, n * n), dtype=np.uint8)
+        for b, width in enumerate(widths.tolist()):
+            mask = masks[b, : n * width].reshape(n, width)
+            mask[:, 0] = 1
+            mask[:width] = np.tri(width, dtype=np.uint8)
         if view.mask is not None:
             given, starts = view.mask.numpy(), view.mask_start.numpy()
             for b in np.flatnonzero(starts >= 0).tolist():
-                size = int(rows[b])
-                masks[b, :size, :size] = given[starts[b] : starts[b] + size * size].reshape(size, size)
-        return masks
+                size = int(rows[b]) ** 2
+                masks[b, :size] = given[starts[b] : starts[b] + size]
+        return masks, widths
 
 
 def _send(target: Tensor, values: np.ndarray) -> None:

@@ -62,7 +62,11 @@ class Postgres:
         except (PermissionError, subprocess.CalledProcessError):
             # An installation below a folder that only root may enter.
             self.folder.chmod(0o755)
-            found = Path(shutil.copytree(found.parent, self.folder / "install")) / "bin"
+            package = found.parent.parent
+            for name in (package.name, f"{package.name}.libs"):  # a wheel keeps its libraries beside the package
+                if (package.parent / name).is_dir():
+                    shutil.copytree(package.parent / name, self.folder / "install" / name)
+            found = self.folder / "install" / found.relative_to(package.parent)
         return found
 
     def _run(self, program: str, *arguments: str) -> None:
