@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         },
         "export": {"records", "errors", "files", "secrets", "ask", "space", "engines", "launch", "judge", "study"},
         "report": {"records", "errors", "judge", "search", "study"},
+        "workers": {"errors", "space"},
         "cli": {
             "records",
             "errors",
@@ -54,6 +55,7 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
             "study",
             "export",
             "report",
+            "workers",
         },
     },
     "engine": {

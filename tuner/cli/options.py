@@ -40,6 +40,21 @@ Devices = Annotated[
         help="The only devices that this worker's servers use (0,1 or 0-3 or ids); overrides engine.devices.",
     ),
 ]
+Workers = Annotated[
+    str | None,
+    typer.Option(
+        "--workers", metavar="ray", help="Run the study's workers on a Ray cluster: as many as there is room for."
+    ),
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option("--gpus", metavar="N", help="With --workers: GPUs of one launch. Default: as the space says."),
+]
+Cpus = Annotated[
+    int | None,
+    typer.Option("--cpus", metavar="N", help="With --workers: cores of one launch. Default: its share of the node's."),
+]
+AtMost = Annotated[int | None, typer.Option("--at-most", metavar="N", help="With --workers: no more than so many.")]
 NoCrashMemory = Annotated[
     bool, typer.Option("--no-crash-memory", help="Launch also what is known to crash from other studies.")
 ]

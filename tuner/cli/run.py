@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,11 @@ from tuner.cli.console import complain, outlive_output, say
 from tuner.errors import TunerError, UsageError
 
 if TYPE_CHECKING:
+    from tuner.cli.cluster import Asked
+    from tuner.space import Space
+    from tuner.study.data import StudyData
     from tuner.study.place import Place
+    from tuner.study.session import Limits
 
 
 def command(
@@ -29,6 +34,10 @@ def command(
     overrides: options.Overrides = None,
     profile: options.Profile = None,
     devices: options.Devices = None,
+    workers: options.Workers = None,
+    gpus: options.Gpus = None,
+    cpus: options.Cpus = None,
+    at_most: options.AtMost = None,
     imports: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,6 +52,7 @@ def command(
     json_log: options.JsonLog = False,
 ) -> None:
     """Tune: create the study of a space file, or continue it, and end with the recommendation."""
+    from tuner.cli.cluster import Asked
     from tuner.space import find_space
     from tuner.study.preflight import require
     from tuner.study.session import Limits, current_fingerprint, here, open_or_create, read_space
@@ -53,6 +63,23 @@ def command(
     limits = Limits(launches=launches, candidates=candidates, hours=hours, more=more)
     only = (f"engine.devices={devices}",) if devices else ()
     tuned = read_space(name, (*(overrides or ()), *only), profile)
+    asked = Asked(workers, gpus, cpus, at_most, devices)
+    if asked.ray:
+        _on_ray(
+            asked,
+            tuned,
+            find_space(name),
+            study=study or tuned.name,
+            limits=limits,
+            overrides=overrides or (),
+            profile=profile,
+            imports=imports or (),
+            storage=storage,
+            no_crash_memory=no_crash_memory,
+            quiet=quiet,
+            json_log=json_log,
+        )
+        return
     require(tuned)
     now = current_fingerprint(tuned)
     place = here(tuned)
@@ -70,6 +97,43 @@ def command(
     carry_out(store, storage=storage, no_crash_memory=no_crash_memory, quiet=quiet, json_log=json_log, place=place)
 
 
+def _on_ray(
+    asked: Asked,
+    space: Space,
+    path: Path,
+    *,
+    study: str,
+    limits: Limits,
+    overrides: Sequence[str],
+    profile: str | None,
+    imports: Sequence[str],
+    storage: str | None,
+    no_crash_memory: bool,
+    quiet: bool,
+    json_log: bool,
+) -> None:
+    from tuner.cli.cluster import limit_options, local_files, run_on_ray
+    from tuner.study.names import check_name, study_folder
+
+    copy = study_folder(check_name(study)) / path.name
+    later = ["run", str(copy), "--study", study]
+    later += [word for setting in overrides for word in ("--set", setting)]
+    later += ["--profile", profile] if profile else []
+    later += ["--no-crash-memory"] if no_crash_memory else []
+    run_on_ray(
+        asked,
+        study=study,
+        space=space,
+        first=[*later, *limit_options(limits), *(word for name in imports for word in ("--import", name))],
+        later=later,
+        copies={str(copy): path.read_text(encoding="utf-8")},
+        files=local_files(space.workload.prompts),
+        storage=storage,
+        quiet=quiet,
+        json_log=json_log,
+    )
+
+
 def carry_out(
     store: object,
     *,
@@ -81,12 +145,9 @@ def carry_out(
 ) -> None:
     """Runs a study to its end and prints the answer; says how to go on when it is interrupted."""
     from tuner.cli.watch import watching
-    from tuner.judge.text import recommendation_dict, recommendation_lines
     from tuner.study.address import option
     from tuner.study.crashes import CrashMemory
     from tuner.study.database import storage_problem
-    from tuner.study.decide import recommendation
-    from tuner.study.hot import saving
     from tuner.study.interrupt import Interrupted
     from tuner.study.session import run_study
     from tuner.study.store import StudyStore
@@ -113,6 +174,32 @@ def carry_out(
         raise type(problem)(f"{problem}: tuner resume {store.name}{where}") from error
     finally:
         store.close()
+    conclude(
+        data,
+        storage=storage,
+        quiet=quiet,
+        json_log=json_log,
+        nothing_new=before.state == "done" and len(data.launches) == len(before.launches),
+        output_lost=output_lost,
+    )
+
+
+def conclude(
+    data: StudyData,
+    *,
+    storage: str | None,
+    quiet: bool,
+    json_log: bool,
+    nothing_new: bool = False,
+    output_lost: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Prints the answer of a study that has ended, and what to do with it; ends with 1 where there is none."""
+    from tuner.judge.text import recommendation_dict, recommendation_lines
+    from tuner.study.address import option
+    from tuner.study.decide import recommendation
+    from tuner.study.hot import saving
+
+    where = option(storage)
     found = recommendation(data)
     if json_log:
         say(json.dumps({"kind": "recommendation", **recommendation_dict(found)}, ensure_ascii=False))
@@ -121,7 +208,7 @@ def carry_out(
         for line in recommendation_lines(found):
             say(line)
     if not (quiet or json_log):
-        if before.state == "done" and len(data.launches) == len(before.launches):
+        if nothing_new:
             say("\nThis study was complete: nothing was measured now. To begin anew, give it a new name with --study.")
         say(f"\nThe search ended because: {data.reason}.")
         if saved := saving(data).sentence:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
 from tuner.cli import options
 from tuner.cli.console import duration, say
+
+if TYPE_CHECKING:
+    from tuner.study.data import StudyData
+    from tuner.study.lease import Sign
 
 
 def command(study: options.Study, storage: options.Storage = None) -> None:
@@ -11,20 +18,23 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
     from contextlib import closing
 
     from tuner.study.controller import change, described
-    from tuner.study.lease import holder
+    from tuner.study.lease import working_since
     from tuner.study.names import check_name
     from tuner.study.store import open_study
     from tuner.study.summary import summary
 
     with closing(open_study(check_name(study), storage)) as store:
         data = store.data()
-        working = holder(store.engine, store.name)
-    found = summary(data, working=working is not None)
+        workers = working_since(store.engine, store.name)
+        now = store.clock()
+    found = summary(data, working=bool(workers))
     state: str = data.state
-    if state == "running" and working is None:
+    if state == "running" and not workers:
         state = "killed; go on with tuner resume " + study
     say(f"study:       {data.name} ({data.space.profile} profile, seed {data.seed})")
-    say(f"state:       {state}" + (f", by process {working.pid} on {working.host}" if working else ""))
+    first = f", by process {workers[0].holder.pid} on {workers[0].holder.host}" if workers else ""
+    more_of_them = f" and {len(workers) - 1} other workers" if len(workers) > 1 else ""
+    say(f"state:       {state}{first}{more_of_them}")
     if data.reason and data.state != "running":
         say(f"             {data.reason}")
     say(f"model:       {data.space.model} on {data.space.kind}, concurrency {', '.join(map(str, data.levels))}")
@@ -36,11 +46,37 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
     if found.incumbent is not None:
         best = found.incumbent
         say(f"incumbent:   {described(best.candidate)}: {change(best.score.value)} in the search, unconfirmed")
+    for line in _places(data, workers, now):
+        say(line)
     left = f", about {duration(found.left_s)} left" if found.left_s and data.state != "done" else ""
     say(f"time:        {duration(found.elapsed_s)} with a server{left}")
     for event in data.events[-5:]:
         if event.message:
             say(f"  {event.kind}: {event.message}")
+
+
+def _places(data: StudyData, workers: Sequence[Sign], now: float) -> Iterator[str]:
+    """One line a place: what it has measured, and what is known of its worker."""
+    from tuner.study.controller import described
+    from tuner.study.places import shares
+
+    alive = {each.place.name: each for each in workers}
+    known = {share.name: share for share in shares(data)}
+    for name in sorted({*alive, *known}):
+        share, sign = known.get(name), alive.get(name)
+        parts = []
+        if share is not None:
+            parts += [f"{share.launches} launches", f"{share.blocks} blocks", f"{share.pairs} confirmation pairs"]
+            parts += [f"{share.failures} failures"] * bool(share.failures)
+        if sign is not None:
+            parts.append(f"process {sign.holder.pid} at work, lease renewed {duration(max(0.0, sign.age_s))} ago")
+            if share is not None and share.now is not None:
+                candidate = data.candidates.get(share.now)
+                baseline = share.now == data.baseline.id or candidate is None
+                parts.append("now: the baseline" if baseline else f"now: {described(candidate)}")
+        elif share is not None:
+            parts.append(f"no worker; last heard of {duration(max(0.0, now - share.last_at))} ago")
+        yield f"place:       {name}: {', '.join(parts)}"
 
 
 def _counts(counts: object) -> str:

@@ -14,6 +14,7 @@ from tuner.report.importance import Effect, Importance, effects, importances
 from tuner.report.model import Expected, expected
 from tuner.study.data import Confirmation, StudyData
 from tuner.study.decide import recommendation, verdicts_of
+from tuner.study.places import PlaceShare, shares
 from tuner.study.planner import launches_used, policy_of
 from tuner.study.score import weights
 
@@ -125,6 +126,7 @@ class StudyView:
     fixed_args: Mapping[str, Any]
     fixed_env: Mapping[str, str | None]
     machine: Mapping[str, Any]
+    places: tuple[PlaceShare, ...]
     prompts: str
     max_tokens: int
     temperature: float
@@ -186,6 +188,7 @@ def study_view(data: StudyData) -> StudyView:
         fixed_args=data.space.args,
         fixed_env=data.space.env,
         machine=dict(data.fingerprint.get("hardware", {})),
+        places=shares(data),
         prompts=data.space.workload.prompts,
         max_tokens=data.space.workload.max_tokens,
         temperature=data.space.workload.temperature,

@@ -13,6 +13,7 @@ from tuner.judge.verdict import overall_log_ratios, verdict
 from tuner.records import Choice, Pair, Recommendation, Verdict
 from tuner.study.data import StudyData
 from tuner.study.goodput import composites
+from tuner.study.places import place_differences
 from tuner.study.planner import disqualified, policy_of
 from tuner.study.quality import notes as quality_notes
 from tuner.study.quality import refused
@@ -47,6 +48,7 @@ def recommendation(data: StudyData) -> Recommendation:
         for (candidate, level), ms in sorted(slow.items())
     ]
     notes += quality_notes(data)
+    notes += [each.sentence for each in place_differences(data)]
     notes += _objective_notes(data)
     return replace(found, advice=(*notes, *found.advice)) if notes else found
 

@@ -52,6 +52,13 @@ class Worker:
     holder: Holder
 
 
+@dataclass(frozen=True)
+class Sign(Worker):
+    """A worker that is alive; `age_s` is how long ago it last renewed its lease."""
+
+    age_s: float
+
+
 def this_process() -> Holder:
     """The holder that we are."""
     return Holder(hostname(), f"{_boot_id()}/{_pid_namespace()}", os.getpid(), _started(os.getpid()) or "")
@@ -77,6 +84,16 @@ def working(engine: Engine, study: str, clock: Callable[[], float] = time.time) 
         return ()
     with engine.connect() as connection:
         return tuple(_worker(row) for row in _living(connection, study, _now(connection, clock)))
+
+
+def working_since(engine: Engine, study: str, clock: Callable[[], float] = time.time) -> tuple[Sign, ...]:
+    """As `working`, with the last sign of each."""
+    if not sa.inspect(engine).has_table(workers.name):
+        return ()
+    with engine.connect() as connection:
+        now = _now(connection, clock)
+        rows = [(_worker(row), row.renewed_at) for row in _living(connection, study, now)]
+    return tuple(Sign(worker.place, worker.holder, now - renewed) for worker, renewed in rows)
 
 
 def holder(engine: Engine, study: str, clock: Callable[[], float] = time.time) -> Holder | None:

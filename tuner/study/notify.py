@@ -27,6 +27,11 @@ _SAID = 4096
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
+def variables(section: NotifySection | None) -> tuple[str, ...]:
+    """The environment variables that a hook's address needs."""
+    return tuple(_VARIABLE.findall(section.url)) if section is not None and section.url else ()
+
+
 def message(data: StudyData, error: BaseException | None) -> dict[str, Any]:
     """What the hook is told.
 

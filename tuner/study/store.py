@@ -112,6 +112,14 @@ class StudyStore:
             imports=tuple(Import(i.source, i.candidate, i.state, i.why, i.value) for i in imports),
         )
 
+    def state(self) -> StudyState:
+        """What the study is doing; `data` has everything."""
+        with self.engine.connect() as connection:
+            found: StudyState = connection.execute(
+                sa.select(t.studies.c.state).where(t.studies.c.name == self.name)
+            ).scalar_one()
+        return found
+
     def stored_pairs(self) -> tuple[Pair, ...]:
         """The pairs as they were written down; `StudyData.pairs` derives them from the blocks again."""
         with self.engine.connect() as connection:

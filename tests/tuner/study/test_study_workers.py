@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tuner.study.data import Budget, StudyData
 from tuner.study.decide import recommendation
 from tuner.study.lease import acquire, working
 from tuner.study.place import Place, hostname
+from tuner.study.places import shares
 from tuner.study.session import read_space
 from tuner.study.simulated_fleet import FleetRun, run_fleet
 from tuner.study.store import create_study, open_study
@@ -244,3 +246,51 @@ def test_devices_are_part_of_a_launch_and_not_of_the_study(tmp_path: Path) -> No
     for bad in ("[0, 0]", "[]", "[a b]", "'3-1'", "true"):
         with pytest.raises(UsageError, match="devices"):
             space(TOY, f"engine.devices={bad}")
+
+
+def measured_by_two(tmp_path: Path, *, gain_at_b: float):
+    """A study that A and B have measured, one after the other; at B the server gains otherwise."""
+    store = abandoned_by_a(tmp_path, 13, launches=20)
+    other = ToyMachine()
+    measure = other.measure
+
+    def differently(server, record, **more):
+        outcome = measure(server, record, **more)
+        block = outcome.block
+        if block is None or not record.settings:
+            return outcome
+        return replace(outcome, block=replace(block, tokens_per_s=block.tokens_per_s * gain_at_b))
+
+    other.measure = differently  # type: ignore[method-assign]
+    return worker(store, B, world=other).run()
+
+
+def test_who_measured_what_is_told_place_by_place(tmp_path: Path) -> None:
+    from tuner.report.content import report
+    from tuner.report.html import html
+    from tuner.report.markdown import markdown
+    from tuner.report.view import study_view
+
+    data = measured_by_two(tmp_path, gain_at_b=1.0)
+    found = {share.name: share for share in shares(data)}
+    assert set(found) == {"a", "b"}
+    assert sum(share.blocks for share in found.values()) == len(data.blocks)
+    assert sum(share.launches for share in found.values()) == len(data.launches)
+    assert sum(share.pairs for share in found.values()) == sum(pair.role == "confirm" for pair in data.pairs)
+    assert all(share.baseline for share in found.values()), "each place has a baseline of its own"
+    document = report(study_view(data))
+    for text in (markdown(document), html(document)):
+        assert "Where it was measured" in text
+    assert "| `a` |" in markdown(document)
+
+
+def test_a_gain_that_hangs_on_the_place_is_said_in_the_recommendation(tmp_path: Path) -> None:
+    (tmp_path / "alike").mkdir()
+    (tmp_path / "unlike").mkdir()
+    alike = recommendation(measured_by_two(tmp_path / "alike", gain_at_b=1.0))
+    unlike = recommendation(measured_by_two(tmp_path / "unlike", gain_at_b=0.8))
+    assert not any("Places differ" in note for note in alike.advice)
+    notes = [note for note in unlike.advice if "Places differ" in note]
+    assert notes
+    assert " at a, " in notes[0]
+    assert " at b" in notes[0]

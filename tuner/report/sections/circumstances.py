@@ -87,7 +87,29 @@ def machine(view: StudyView) -> Section:
         ("GPUs", "; ".join(found.get("gpus") or []) or "none"),
     ]
     items = tuple(line(f"{name}: {of}") for name, of in facts if of is not None)
-    return section("Machine", "On what?", [Bullets(items)])
+    return section("Machine", "On what?", [Bullets(items), *_places(view)])
+
+
+def _places(view: StudyView) -> list[Block]:
+    """Who has measured what: hosts, or devices of them; none where a study has never noted it."""
+    rows: list[list[Words]] = [
+        [
+            code(place.name),
+            str(place.launches),
+            str(place.candidates),
+            str(place.blocks),
+            str(place.pairs),
+            str(place.failures),
+            "; ".join(f"C = {level}: {rate:.1f}" for level, rate in place.baseline.items()) or NONE,
+            datetime.fromtimestamp(place.last_at, UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        ]
+        for place in view.places
+    ]
+    if not rows:
+        return []
+    head = ["Place", "Launches", "Candidates", "Blocks", "Pairs", "Failures", "Baseline, tok/s", "Last heard of"]
+    text = "A place is a host, or devices of one; both blocks of a pair are of one place."
+    return [Heading(line("Where it was measured")), Paragraph(line(text)), table(head, rows, "lrrrrrll")]
 
 
 def method(view: StudyView) -> Section:
