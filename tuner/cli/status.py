@@ -33,7 +33,8 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
         state = "killed; go on with tuner resume " + study
     say(f"study:       {data.name} ({data.space.profile} profile, seed {data.seed})")
     first = f", by process {workers[0].holder.pid} on {workers[0].holder.host}" if workers else ""
-    more_of_them = f" and {len(workers) - 1} other workers" if len(workers) > 1 else ""
+    others = len(workers) - 1
+    more_of_them = f" and {others} other worker{'s' * (others != 1)}" if others > 0 else ""
     say(f"state:       {state}{first}{more_of_them}")
     if data.reason and data.state != "running":
         say(f"             {data.reason}")
@@ -72,8 +73,8 @@ def _places(data: StudyData, workers: Sequence[Sign], now: float) -> Iterator[st
             parts.append(f"process {sign.holder.pid} at work, lease renewed {duration(max(0.0, sign.age_s))} ago")
             if share is not None and share.now is not None:
                 candidate = data.candidates.get(share.now)
-                baseline = share.now == data.baseline.id or candidate is None
-                parts.append("now: the baseline" if baseline else f"now: {described(candidate)}")
+                other = candidate is not None and share.now != data.baseline.id
+                parts.append(f"now: {described(candidate) if candidate and other else 'the baseline'}")
         elif share is not None:
             parts.append(f"no worker; last heard of {duration(max(0.0, now - share.last_at))} ago")
         yield f"place:       {name}: {', '.join(parts)}"

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 from tests.tuner.study.toy_study import SPACE, ToyEngine, ToyMachine
 from tuner.cli.app import app
 from tuner.records import Failure
+from tuner.study.lease import acquire
+from tuner.study.place import Place, hostname
 from tuner.study.planner import POLICIES, Policy
 from tuner.study.store import open_study
 
@@ -118,6 +120,20 @@ def test_list_and_status_show_where_a_study_stands(machine):
     assert re.search(r"state: +done", status)
     assert re.search(r"launches: +5 of 5", status)
     assert re.search(r"failures: +none", status)
+    assert re.search(rf"^place: +{re.escape(hostname())}: 5 launches, 10 blocks.*no worker; last heard of", status, re.M)
+
+
+def test_status_names_the_workers_that_are_alive(machine):
+    tuner("run", "toy.yaml")
+    store = open_study("toy")
+    for device in ("0", "1"):
+        acquire(store.engine, "toy", place=Place(hostname(), (device,)))
+    store.close()
+    status = tuner("status", "toy").stdout
+    assert "and 1 other workers" not in status
+    assert re.search(r"state: .*by process \d+ on \S+ and 1 other worker$", status, re.M)
+    for device in ("0", "1"):
+        assert re.search(rf"^place: .*/{device}: process \d+ at work, lease renewed \d+ s ago", status, re.M)
 
 
 def test_a_study_whose_tuner_is_dead_is_listed_as_killed_and_has_nothing_running(machine):
