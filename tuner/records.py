@@ -18,7 +18,8 @@ from typing import Any, Literal
 Setting = str | int | float | bool
 """The value of one engine-neutral setting."""
 
-Role = Literal["screen", "confirm"]
+Role = Literal["look", "screen", "confirm"]
+"""What a block is for: a short first look at a candidate, its screening in the search, or the confirmation."""
 """Why a block was measured: to search, or on held-out prompts to confirm what the search found."""
 
 

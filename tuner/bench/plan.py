@@ -40,6 +40,15 @@ class WindowPlan:
         wanted = self.window_requests * mean_request_s if mean_request_s else 0.0
         return min(max(self.window_s, wanted), self.window_cap_s)
 
+    def shortened(self, share: float) -> WindowPlan:
+        """The same with this share of the window, and the whole warm-up."""
+        return replace(
+            self,
+            window_s=self.window_s * share,
+            window_requests=self.window_requests * share,
+            window_cap_s=self.window_cap_s * share,
+        )
+
     def estimate_s(self) -> float:
         """What a block usually takes, for the time left that is shown to the user."""
         return max(self.ramp_s, self.warmup_s) + self.window_s + 1.0

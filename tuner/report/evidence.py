@@ -199,7 +199,9 @@ def _blocks(data: StudyData, candidate_id: str, level: int) -> list[Block]:
             and stored.block.valid
         )
 
-    return [stored.block for stored in of("confirm")] or [stored.block for stored in of("screen")]
+    return [stored.block for stored in of("confirm")] or [
+        stored.block for role in ("look", "screen") for stored in of(role)
+    ]
 
 
 def estimate(values: Sequence[float], floor: float = -math.inf, ceiling: float = math.inf) -> Estimate:

@@ -84,7 +84,7 @@ def _exp(log: Estimate) -> Estimate:
 
 def _told(data: StudyData) -> list[StoredTrial]:
     """Trials whose candidate was measured at every level, once per candidate."""
-    known = {pair.candidate_id for pair in data.pairs if pair.role == "screen"}
+    known = {pair.candidate_id for pair in data.pairs if pair.role != "confirm"}
     found: dict[str, StoredTrial] = {}
     for trial in data.measured:
         launched = trial.constraints.get("launch", 1.0) <= 0

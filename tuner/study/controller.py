@@ -55,7 +55,9 @@ from tuner.study.planner import (
     idle,
     launches_used,
     next_step,
+    share_of_window,
     slot_state,
+    to_measure,
 )
 from tuner.study.probe import NoAnswer, Probe, check
 from tuner.study.progress import Event, Observer, Silent
@@ -214,9 +216,9 @@ class Controller:
             case Measure(slot=slot, levels=levels, on=None):
                 launch = self.store.begin_launch(slot, self.place)
                 return lambda: self._launch_for(data, slot, launch, levels)
-            case Measure(slot=slot, levels=levels):
+            case Measure(slot=slot, levels=levels, look=look):
                 self._ask(data, slot)
-                return lambda: self._measure(data, slot, levels)
+                return lambda: self._measure(data, slot, levels, look=look)
             case Tell(number=number):
                 self._tell(data, data.trials[number])
             case Confirm(confirmation=confirmation):
@@ -298,7 +300,8 @@ class Controller:
         state: LaunchState = launch.state
         if state != "failed":
             # With all blocks in, only the teardown was missing, and the launch counts like any other.
-            state = "interrupted" if slot_state(data, self.policy, launch.slot).missing else "done"
+            looks, whole, _ = to_measure(data, self.policy, launch.slot)
+            state = "interrupted" if looks or whole else "done"
         # When it really ended is not known: the last that is known of it counts.
         blocks = [stored.block for stored in data.blocks.values() if stored.launch_id == launch.id]
         ends = [block.started_at + block.window_s for block in blocks]
@@ -453,7 +456,8 @@ class Controller:
         state = slot_state(data, self.policy, trial.slot)
         failure = state.failure or state.unusable
         result = FAILED if failure else self._score(data, trial)
-        why = f"{failure.kind}: {failure.message}" if failure else ""
+        out = "" if failure or trial.kind == "baseline" else to_measure(data, self.policy, trial.slot)[2]
+        why = f"{failure.kind}: {failure.message}" if failure else out
         self.store.put_pairs(data.pairs)
         self.store.trials.tell(trial.number, result, why)
         if trial.kind == "baseline":
@@ -465,7 +469,8 @@ class Controller:
             said = ", ".join(f"{change(ratio)} at {level}" for level, ratio in sorted(result.ratios.items()))
             self._say(
                 "score",
-                f"trial {trial.number}: {change(result.value)} over the baseline in the search ({said})",
+                f"trial {trial.number}: {change(result.value)} over the baseline in the search ({said})"
+                + (f"; {out}" if out else ""),
                 trial=trial.number,
                 log_speedup=result.value,
             )
@@ -535,14 +540,16 @@ class Controller:
         if info is not None and (failure := not_in_effect(self.engine.mismatches(record, info))):
             raise LaunchFailed(failure)
 
-    def _measure(self, data: StudyData, slot: Slot, levels: tuple[int, ...]) -> None:
+    def _measure(self, data: StudyData, slot: Slot, levels: tuple[int, ...], *, look: bool = False) -> None:
         """The levels of a slot on the server that is up, which is put to its settings first where it has others."""
         up = self._up
         assert up is not None
         try:
             self._reconfigure(up)
             for level in levels:
-                if not self._block(data, up.launch, up.server, up.record, slot, level):
+                share = share_of_window(data, self.policy, slot, level, look=look)
+                kept = slot.look if look else slot
+                if not self._block(data, up.launch, up.server, up.record, kept, level, share) and not look:
                     break  # without this level there is no result: the others would be measured for nothing
             else:
                 self._ask_answers(up.launch, up.server, up.record, slot)
@@ -593,22 +600,32 @@ class Controller:
             self._end(up.slot, up.launch, up.server)
 
     def _block(
-        self, data: StudyData, launch: int, server: RunningServer, record: LaunchRecord, slot: Slot, level: int
+        self,
+        data: StudyData,
+        launch: int,
+        server: RunningServer,
+        record: LaunchRecord,
+        slot: Slot,
+        level: int,
+        share: float,
     ) -> bool:
         """Measures one level until it passes its gates, as often as the policy allows; every block is kept.
 
-        Returns whether a block passed.
+        `share` is the part of the usual window. Returns whether a block passed. A look that does not is not repeated:
+        the whole block follows.
         """
         had = sum(b.concurrency == level for b in data.by_slot.get(slot, ()))
-        for attempt in range(had, max(had + 1, self.policy.block_attempts)):
+        attempts = 1 if slot.role == "look" else self.policy.block_attempts
+        for attempt in range(had, max(had + 1, attempts)):
             self.observer.working(slot, "block", level)
             outcome = self.world.measure(
                 server,
                 record,
                 concurrency=level,
                 role=slot.role,
-                seed=block_seed(data.seed, slot, level),
+                seed=block_seed(data.seed, slot.whole, level),
                 on_progress=self._progress,
+                share=share,
             )
             block = outcome.block
             if block is None or not _is_finite(block):
@@ -725,7 +742,7 @@ class Controller:
         known |= {(each.launch_id, each.slot) for each in data.reconfigurations}
         alone = not self.siblings()  # what another one at work here has written is its own to keep
         for entry in self.journal.everything() if alone else self.journal.entries():
-            if (entry.launch, entry.slot) not in known:
+            if (entry.launch, entry.slot.whole) not in known:
                 continue  # the database is an older copy: what the block was measured against is not in it
             if entry.attempt < self.store.attempts(entry.slot, entry.block.concurrency):
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -68,6 +68,16 @@ class Slot:
     candidate_id: str
     role: Role
     repetition: int
+
+    @property
+    def look(self) -> Slot:
+        """The short first blocks of a screening."""
+        return replace(self, role="look")
+
+    @property
+    def whole(self) -> Slot:
+        """The screening that a first look belongs to; any other slot is its own."""
+        return replace(self, role="screen") if self.role == "look" else self
 
 
 @dataclass(frozen=True)
@@ -285,10 +295,10 @@ class StudyData:
 
     @cached_property
     def screened(self) -> Mapping[str, tuple[Pair, ...]]:
-        """The pairs of the search by candidate."""
+        """The pairs of the search by candidate, of a level the first look's before the screening's."""
         found: dict[str, list[Pair]] = {}
         for pair in self.pairs:
-            if pair.role == "screen":
+            if pair.role != "confirm":
                 found.setdefault(pair.candidate_id, []).append(pair)
         return {candidate: tuple(pairs) for candidate, pairs in found.items()}
 

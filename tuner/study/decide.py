@@ -107,7 +107,7 @@ def _eligible(data: StudyData) -> list[Pair]:
     return [
         pair
         for pair in data.pairs
-        if pair.role == "screen" or not (pair.candidate_id in out or (pair.candidate_id, pair.concurrency) in slow)
+        if pair.role != "confirm" or not (pair.candidate_id in out or (pair.candidate_id, pair.concurrency) in slow)
     ]
 
 

@@ -10,6 +10,7 @@ from tuner.search.evidence import Evidence, Measurement
 from tuner.search.guide import Costs, Goal
 from tuner.space.space import SPECULATIVE
 from tuner.study.data import StoredLaunch, StudyData
+from tuner.study.hot import candidate_s, start_s
 from tuner.study.score import weights
 
 USUAL_WINDOW_S = 30.0
@@ -68,16 +69,15 @@ def _measurement(data: StudyData, stored: StoredBlock, fast: float) -> Measureme
 def costs_of(data: StudyData, hot: frozenset[str], launch: StoredLaunch | None, *, stay: bool = False) -> Costs:
     """What a launch and the blocks of a candidate have taken so far, and what can change on the server of a launch.
 
-    With `stay` that server is all there is. A launch that failed has left none.
+    With `stay` that server is all there is. A launch that failed has left none. Of all starts only the first counts,
+    in coarse steps: so a study that was killed proposes what it would have otherwise.
     """
     if launch is not None and launch.failure is not None and not stay:
         launch = None
-    starts = [each.ready_at - each.started_at for each in data.launches if each.ready_at is not None]
-    blocks = [b.block.warmup_s + b.block.window_s for b in data.blocks.values() if b.role == "screen"]
     usual = Costs()
     return Costs(
-        launch_s=math.fsum(starts) / len(starts) if starts else usual.launch_s,
-        blocks_s=max(1.0, len(data.levels) * math.fsum(blocks) / len(blocks)) if blocks else usual.blocks_s,
+        launch_s=start_s(data) or usual.launch_s,
+        blocks_s=max(1.0, candidate_s(data) or usual.blocks_s),
         hot=hot,
         running=data.settings_of(launch.slot.candidate_id) if launch is not None else None,
         stay=stay,

@@ -6,6 +6,7 @@ differs from it in hot settings alone, so that launches are paid for once for ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -137,12 +138,28 @@ def served(data: StudyData, hot: Iterable[str], launch: StoredLaunch) -> int:
 
 def row(data: StudyData) -> int:
     """Candidates in a row that a launch should serve, so that its start takes no more time than they do."""
-    starts = [launch.ready_at - launch.started_at for launch in data.launches if launch.ready_at is not None]
-    blocks = [b.block.warmup_s + b.block.window_s for b in data.blocks.values() if b.role == "screen"]
-    if not starts or not blocks:
+    starts, each = start_s(data), candidate_s(data)
+    if not starts or not each:
         return LEAST_ROW
-    candidate_s = len(data.levels) * sum(blocks) / len(blocks)
-    return min(max(round(sum(starts) / len(starts) / max(candidate_s, 1e-9)), LEAST_ROW), MOST_ROW)
+    return min(max(round(starts / each), LEAST_ROW), MOST_ROW)
+
+
+def start_s(data: StudyData) -> float:
+    """Seconds of the first start that went well, to a half power of two; 0 before one has.
+
+    What is tried next hangs on it, and must not hang on how often the tuner was killed since, nor on a second.
+    """
+    starts = (launch.ready_at - launch.started_at for launch in data.launches if launch.ready_at is not None)
+    first = next((seconds for seconds in starts if seconds > 0), 0.0)
+    return 2.0 ** (round(2 * math.log2(first)) / 2) if first else 0.0
+
+
+def candidate_s(data: StudyData) -> float:
+    """Seconds that the blocks of a candidate of the search take, in the mean; 0 before one was measured."""
+    blocks = [b for b in data.blocks.values() if b.role != "confirm"]
+    slots = {(b.candidate_id, b.repetition, b.concurrency) for b in blocks}
+    seconds = math.fsum(b.block.warmup_s + b.block.window_s for b in blocks)
+    return len(data.levels) * seconds / len(slots) if slots else 0.0
 
 
 def cold_values(space: Space, hot: Iterable[str], candidate: Candidate) -> dict[str, Setting] | None:
@@ -180,11 +197,15 @@ class Saving:
         )
 
 
+def _begun(data: StudyData, slot: Slot) -> bool:
+    return bool(data.by_slot.get(slot) or data.by_slot.get(slot.look))
+
+
 def saving(data: StudyData) -> Saving:
     """The candidates of the search that needed no launch of their own, and the starts that they would have taken."""
     changed = {each.slot for each in data.reconfigurations if each.state == "in_effect"}
     mine = {slot for slot in changed if slot.candidate_id != data.baseline.id and slot.repetition == 0}
-    served = {slot for slot in mine if not data.launched_for.get(slot) and data.by_slot.get(slot)}
+    served = {slot for slot in mine if not data.launched_for.get(slot) and _begun(data, slot)}
     starts = [launch.ready_at - launch.started_at for launch in data.launches if launch.ready_at is not None]
     each = sum(starts) / len(starts) if starts else 0.0
     return Saving(len(served), sum(launch.state != "interrupted" for launch in data.launches), len(served) * each)

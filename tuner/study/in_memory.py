@@ -16,7 +16,19 @@ from tuner.space import Space
 from tuner.study.controller import HOST
 from tuner.study.data import Budget, Confirmation, Reconfiguration, Slot, StoredLaunch, StoredTrial, StudyData
 from tuner.study.hot import reachable
-from tuner.study.planner import POLICIES, Begin, Confirm, Done, Launch, Measure, Policy, Tell, next_step
+from tuner.study.planner import (
+    POLICIES,
+    Begin,
+    Confirm,
+    Done,
+    Launch,
+    Measure,
+    Policy,
+    Tell,
+    next_step,
+    share_of_window,
+    to_measure,
+)
 from tuner.study.score import score
 
 
@@ -80,7 +92,7 @@ class _Study:
                 case Launch(slot=slot):
                     self.launch(slot)
                 case Measure() as step:
-                    self.measure(step)
+                    self.measure(data, step)
                 case Tell(number=number):
                     self.tell(data, number)
                 case Confirm(confirmation=confirmation):
@@ -126,8 +138,9 @@ class _Study:
     def tell(self, data: StudyData, number: int) -> None:
         trial = self.trials[number]
         result = score(data, trial.candidate_id)
+        why = to_measure(data, self.policy, trial.slot)[2] if number else ""
         self.trials[number] = StoredTrial(
-            number, trial.candidate_id, trial.kind, False, {}, result.value, result.constraints
+            number, trial.candidate_id, trial.kind, False, {}, result.value, result.constraints, why
         )
 
     def launch(self, slot: Slot) -> None:
@@ -158,7 +171,7 @@ class _Study:
         self.launches[-1] = replace(self.launches[-1], state="done", ended_at=self.source.clock.now, exit_status=0)
         self.up = None
 
-    def measure(self, step: Measure) -> None:
+    def measure(self, data: StudyData, step: Measure) -> None:
         if step.on is None:
             self.launch(step.slot)
         assert self.up is not None
@@ -168,11 +181,13 @@ class _Study:
             self.changes.append(Reconfiguration(count, number, step.slot, at, {}, "in_effect", None, None))
             self.up = number, step.slot
         candidate = self.candidates[step.slot.candidate_id]
+        slot = step.slot.look if step.look else step.slot
         for level in step.levels:
-            block = self.source.block(candidate.settings, level, step.slot.role)
+            share = share_of_window(data, self.policy, step.slot, level, look=step.look)
+            block = self.source.block(candidate.settings, level, slot.role, share)
             order = len(self.blocks) + 1
             self.blocks[order] = StoredBlock(
-                order, candidate.id, number, level, step.slot.role, step.slot.repetition, order, block
+                order, candidate.id, number, level, slot.role, slot.repetition, order, block
             )
         if step.on is None:
             self.end()

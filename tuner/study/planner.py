@@ -21,6 +21,7 @@ from tuner.records import Failure, Gate
 from tuner.study.data import Confirmation, Slot, StoredLaunch, StoredTrial, StudyData
 from tuner.study.hot import Running, baseline_slot, fresh_baseline, given_up, group, has_baseline, row, served
 from tuner.study.quality import refused
+from tuner.study.race import looks_due, race
 from tuner.study.score import BASELINE_EVERY, score
 from tuner.study.signature import signature
 
@@ -57,6 +58,8 @@ class Policy:
             the likelier reason, and the search learns to leave it.
         interruptions: launches of one candidate in a row that ended because the tuner did, without a new block.
         no_gain: candidates in a row that bring no gain worth having, after which more search is not expected to pay.
+        look: share of a block's window that the first look at a candidate takes; the rest is measured of those alone
+            that can still win. 0: every block is whole.
     """
 
     pairs: int = 4
@@ -70,9 +73,11 @@ class Policy:
     same_failures_later: int = 8
     interruptions: int = 3
     no_gain: int = 20
+    look: float = 0.0
 
 
-POLICIES = {"short": Policy(pairs=4), "full": Policy(pairs=8)}
+POLICIES = {"short": Policy(pairs=4), "full": Policy(pairs=8, look=1 / 3)}
+"""The windows of `short` are as short as gates allow; half of them would be warmed up for as long as it lasts."""
 
 CONFIRM_SHARE = 3
 """Pairs that a calibration asks for beyond the profile's take at most 2 of so many launches of the budget."""
@@ -108,11 +113,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class Measure:
-    """Measure `levels` of a slot, in this order: on the launch `on`, which is up, or on one of its own (None)."""
+    """Measure `levels` of a slot, in this order: on the launch `on`, which is up, or on one of its own (None).
+
+    With `look` it is a first look: short, and once.
+    """
 
     slot: Slot
     levels: tuple[int, ...]
     on: int | None = None
+    look: bool = False
 
 
 @dataclass(frozen=True)
@@ -246,7 +255,7 @@ class _Now:
 
 def interruptions(data: StudyData, slot: Slot) -> int:
     """Launches of the slot, the last of the study, that the tuner's own end cut short before they gave it a block."""
-    fruitful = {stored.launch_id for stored in data.by_slot.get(slot, ())}
+    fruitful = {b.launch_id for each in (slot.look, slot) for b in data.by_slot.get(each, ())}
     own = data.launched_for.get(slot, ())
     count = 0
     for launch in reversed(data.launches if not own else data.at(own[-1].place)):
@@ -326,21 +335,48 @@ def _go_on(data: StudyData, policy: Policy, trial: StoredTrial, now: _Now) -> St
         if len(alike) >= (policy.same_failures_later if learned else policy.same_failures):
             return Stop("same_failure", failure, slot, alike)
         return Tell(trial.number)
-    if state.missing:
-        return _screen(data, policy, slot, state.missing, now)
+    looks, whole, _ = to_measure(data, policy, slot)
+    if looks or whole:
+        return _screen(data, policy, slot, looks or whole, now, look=bool(looks))
     return _baseline_behind(data, policy, slot, now) or Tell(trial.number)
 
 
-def _screen(data: StudyData, policy: Policy, slot: Slot, missing: tuple[int, ...], now: _Now) -> Step:
-    """A slot of the search: on the server that is up where it is in reach, with the baseline before it when due."""
-    if not now.hot:
+def to_measure(data: StudyData, policy: Policy, slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    """What is left of a slot: levels to look at, levels to measure, and why others need no measuring any more."""
+    missing = slot_state(data, policy, slot).missing
+    if not policy.look or slot.role != "screen" or slot.candidate_id == data.baseline.id or not missing:
+        return (), missing, ""
+    order = level_order(data, slot)
+    due = looks_due(data, slot)
+    if due:
+        return tuple(level for level in order if level in due), (), ""
+    found = race(data, slot, disqualified(data, policy) | refused(data).keys())
+    return (), tuple(level for level in missing if level in found.levels), found.why
+
+
+def share_of_window(data: StudyData, policy: Policy, slot: Slot, level: int, *, look: bool) -> float:
+    """What of a block's usual window is measured: behind a valid look, what that has left."""
+    if look:
+        return policy.look
+    return 1.0 - policy.look if data.block(slot.look, level) is not None else 1.0
+
+
+def _screen(
+    data: StudyData, policy: Policy, slot: Slot, missing: tuple[int, ...], now: _Now, *, look: bool = False
+) -> Step:
+    """A slot of the search: on the server that is up where it is in reach, with the baseline before it when due.
+
+    Where candidates race, the server stays up until it is known whether this one has to be measured further.
+    """
+    races = policy.look > 0 and slot.candidate_id != data.baseline.id
+    if not now.hot and not races:
         return Measure(slot, missing)
     running = now.running
     if running is None or not running.serves(data, slot):
         return Launch(slot)
     own = running.launch.slot == slot and not running.changed(data)
     before = None if own else _hot_baseline(data, policy, running)
-    return before or Measure(slot, missing, running.launch.id)
+    return before or Measure(slot, missing, running.launch.id, look)
 
 
 def _baseline_behind(data: StudyData, policy: Policy, slot: Slot, now: _Now) -> Step | None:
@@ -413,7 +449,7 @@ def baseline_due(data: StudyData, now: _Now | None = None) -> Slot | None:
     if not every:
         return None
     here = {launch.id for launch in data.at(place)}
-    blocks = [b for b in data.blocks.values() if b.role == "screen" and b.launch_id in here]
+    blocks = [b for b in data.blocks.values() if b.role != "confirm" and b.launch_id in here]
     blocks.sort(key=lambda b: b.order)
     last = max((i for i, b in enumerate(blocks) if b.candidate_id == data.baseline.id and b.block.valid), default=-1)
     if len({b.candidate_id for b in blocks[last + 1 :]} - {data.baseline.id}) < every:
@@ -493,7 +529,7 @@ def level_order(data: StudyData, slot: Slot) -> tuple[int, ...]:
     """The levels in the order in which a slot measures them: shuffled by the study's seed, equal within a pair."""
     levels = list(data.levels)
     repetition = slot.repetition if slot.role == "confirm" else 0
-    random.Random(f"{data.seed}/{slot.role}/{repetition}").shuffle(levels)
+    random.Random(f"{data.seed}/{slot.whole.role}/{repetition}").shuffle(levels)
     return tuple(levels)
 
 
@@ -531,7 +567,7 @@ def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int 
         spent = data.elapsed_s / 3600
         return f"the baseline alone took {spent:.2g} of {data.budget.hours:g} hours, and left none for a candidate"
     if data.budget.hours is not None and data.measured:
-        ahead = reserve * mean_launch_s(data) + (needs * mean_launch_s(data) if needs else hot_slot_s(data))
+        ahead = reserve * mean_launch_s(data) + (needs * search_launch_s(data) if needs else search_slot_s(data))
         if data.elapsed_s + ahead > 3600 * data.budget.hours:
             kept = f", {ahead / 3600:.2g} h kept for what remains" if reserve else ""
             return f"{data.elapsed_s / 3600:.2g} of {data.budget.hours:g} hours used{kept}"
@@ -551,19 +587,42 @@ def without_gain(data: StudyData) -> int:
 
 
 def mean_launch_s(data: StudyData) -> float:
-    """Seconds that a launch of this study takes that serves one slot; 0 before one has been measured."""
+    """Seconds that a launch of this study takes that serves one whole slot; 0 before one has been measured."""
     changed = {each.launch_id for each in data.reconfigurations}
     ended = [each.duration_s for each in data.launches if each.state == "done" and each.id not in changed]
-    if ended and not changed:
+    raced = any(stored.role == "look" for stored in data.blocks.values())
+    if ended and not changed and not raced:
         return sum(ended) / len(ended)
     starts = [each.ready_at - each.started_at for each in data.launches if each.ready_at is not None]
-    return sum(starts) / len(starts) + hot_slot_s(data) if starts and data.blocks else 0.0
+    return sum(starts) / len(starts) + whole_slot_s(data) if starts and data.blocks else 0.0
 
 
-def hot_slot_s(data: StudyData) -> float:
-    """Seconds that the levels of a slot take on a server that is up; 0 before a block has been measured."""
-    each = [stored.block.warmup_s + stored.block.window_s for stored in data.blocks.values()]
+def whole_slot_s(data: StudyData) -> float:
+    """Seconds that all levels of a slot take on a server that is up; 0 before a block has been measured.
+
+    Of blocks with a whole window: the baseline's and the confirmation's, where candidates race.
+    """
+    blocks = list(data.blocks.values())
+    if any(stored.role == "look" for stored in blocks):
+        blocks = [b for b in blocks if b.role == "confirm" or b.candidate_id == data.baseline.id] or blocks
+    each = [stored.block.warmup_s + stored.block.window_s for stored in blocks]
     return len(data.levels) * sum(each) / len(each) if each else 0.0
+
+
+def search_slot_s(data: StudyData) -> float:
+    """Seconds that one more candidate takes on a server that is up: what those before it took that ended well."""
+    told = [t for t in data.measured if not t.running and t.constraints.get("launch", 1.0) <= 0]
+    looked = [t.slot for t in told if data.by_slot.get(t.slot.look)]
+    if not looked:
+        return whole_slot_s(data)
+    blocks = [b.block for slot in looked for each in (slot.look, slot) for b in data.by_slot.get(each, ())]
+    return sum(block.warmup_s + block.window_s for block in blocks) / len(looked)
+
+
+def search_launch_s(data: StudyData) -> float:
+    """Seconds that a launch of the search takes that serves one candidate; 0 before one has been measured."""
+    each = mean_launch_s(data)
+    return max(0.0, each - whole_slot_s(data)) + search_slot_s(data) if each else 0.0
 
 
 def affordable(data: StudyData) -> int:

@@ -46,16 +46,18 @@ def pairs_of(data: StudyData) -> tuple[Pair, ...]:
     pairs: list[Pair] = []
     screened = _Screened(data)
     for trial in data.scored:
-        slot = trial.slot
-        blocks = [block for level in data.levels if (block := data.block(slot, level)) is not None]
-        pairs += _pairs(slot, [(screened.baseline(block), block) for block in blocks])
+        for slot in (trial.slot.look, trial.slot):
+            blocks = [block for level in data.levels if (block := data.block(slot, level)) is not None]
+            pairs += _pairs(slot, [(screened.baseline(block), block) for block in blocks])
     for confirmation in data.confirmations:
         for finalist in confirmation.finalists:
             for repetition in confirmation.repetitions:
                 baseline = Slot(data.baseline.id, "confirm", repetition)
                 slot = Slot(finalist, "confirm", repetition)
                 pairs += _pairs(slot, [(data.block(baseline, level), data.block(slot, level)) for level in data.levels])
-    return tuple(sorted(pairs, key=lambda p: (p.role != "screen", p.candidate_id, p.concurrency, p.index)))
+    return tuple(
+        sorted(pairs, key=lambda p: (p.role == "confirm", p.candidate_id, p.role != "look", p.concurrency, p.index))
+    )
 
 
 class _Screened:
@@ -137,7 +139,7 @@ def score(data: StudyData, candidate_id: str) -> Score:
     if candidate_id == data.baseline.id:
         return Score(0.0, {"launch": -1.0}, dict.fromkeys(data.levels, 0.0))
     pairs = data.screened.get(candidate_id, ())
-    ratios = {pair.concurrency: pair.log_ratio for pair in pairs}
+    ratios = level_ratios(data, candidate_id)
     if set(ratios) != set(data.levels):
         return FAILED
     weight = weights(data)
@@ -149,9 +151,22 @@ def score(data: StudyData, candidate_id: str) -> Score:
     if guard.min_speedup is not None:
         constraints["min_speedup"] = guard.min_speedup - math.exp(min(ratios.values()))
     if guard.ttft_p90_ms is not None:
-        blocks = [data.blocks[pair.candidate_block] for pair in pairs]
+        # Of a level's blocks the one of the longest window: a short look sees too few first tokens.
+        last = {pair.concurrency: data.blocks[pair.candidate_block] for pair in pairs}
+        blocks = list(last.values())
         constraints["ttft_p90"] = max(_ttft_excess(stored, guard.ttft_p90_ms) for stored in blocks)
     return Score(value, constraints, ratios)
+
+
+def level_ratios(data: StudyData, candidate_id: str) -> dict[int, float]:
+    """Level → the log ratio of a candidate in the search: the mean of its pairs, by the length of their windows."""
+    seconds: dict[int, float] = {}
+    sums: dict[int, float] = {}
+    for pair in data.screened.get(candidate_id, ()):
+        window_s = max(data.blocks[pair.candidate_block].block.window_s, 1e-9)
+        seconds[pair.concurrency] = seconds.get(pair.concurrency, 0.0) + window_s
+        sums[pair.concurrency] = sums.get(pair.concurrency, 0.0) + window_s * pair.log_ratio
+    return {level: sums[level] / seconds[level] for level in sums}
 
 
 def _ttft_excess(stored: StoredBlock, limit_ms: float) -> float:

@@ -112,12 +112,13 @@ class SimulatedWorld:
         role: Role,
         seed: int,
         on_progress: Callable[[Any], None],
+        share: float = 1.0,
     ) -> _Outcome:
         """One block from the model; `seed` and progress have no meaning here."""
         settings = {**self._fixed, **record.settings}
         if fault := fault_under_load(self._profile, settings, concurrency, self._work):
             return _Outcome(None, _failure(fault, "bench"))
-        return _Outcome(self._source.block(settings, concurrency, role))
+        return _Outcome(self._source.block(settings, concurrency, role, share))
 
     def reconfigure(self, server: RunningServer, record: LaunchRecord, change: Change) -> None:
         """Raises `LaunchFailed` where a machine with these settings would not come up."""

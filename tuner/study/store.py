@@ -128,7 +128,9 @@ class StudyStore:
             Pair(p.candidate, p.concurrency, p.role, p.number, p.baseline_block, p.candidate_block, p.log_ratio)
             for p in rows
         )
-        return tuple(sorted(pairs, key=lambda p: (p.role != "screen", p.candidate_id, p.concurrency, p.index)))
+        return tuple(
+            sorted(pairs, key=lambda p: (p.role == "confirm", p.candidate_id, p.role != "look", p.concurrency, p.index))
+        )
 
     def _of(self, table: sa.Table) -> sa.Select[Any]:
         return sa.select(table).where(table.c.study == self.name)

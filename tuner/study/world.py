@@ -89,8 +89,9 @@ class World(Protocol):
         role: Role,
         seed: int,
         on_progress: Callable[[Any], None],
+        share: float = 1.0,
     ) -> Outcome:
-        """One block. Equal seeds mean equal requests."""
+        """One block, of this share of the usual window. Equal seeds mean equal requests."""
 
     def reconfigure(self, server: RunningServer, record: LaunchRecord, change: Change) -> None:
         """Puts a running server to a record's hot settings. Raises `LaunchFailed`."""
@@ -173,10 +174,8 @@ class Machine:
         self._devices = tuple(devices)
         self._siblings = SiblingLoad(siblings, marker_text(study)) if study else None
         prompts = space.workload.prompts
-        self._prompts = {
-            "screen": load_prompts(prompts, split="tuning"),
-            "confirm": load_prompts(prompts, split="held_out"),
-        }
+        tuning = load_prompts(prompts, split="tuning")
+        self._prompts = {"look": tuning, "screen": tuning, "confirm": load_prompts(prompts, split="held_out")}
 
     @property
     def block_s(self) -> float:
@@ -208,8 +207,12 @@ class Machine:
         role: Role,
         seed: int,
         on_progress: Callable[[Any], None],
+        share: float = 1.0,
     ) -> Outcome:
-        """One block, on a server whose prefix cache is empty. Equal seeds mean equal requests."""
+        """One block, on a server whose prefix cache is empty, of this share of the usual window.
+
+        Equal seeds mean equal requests.
+        """
         from tuner.bench.block import BlockOutcome, measure_block
         from tuner.bench.selftest import client_ceiling
 
@@ -224,7 +227,7 @@ class Machine:
             role=role,
             max_tokens=self._workload.max_tokens,
             temperature=self._workload.temperature,
-            plan=self._plan,
+            plan=self._plan.shortened(share),
             seed=seed,
             ceiling_events_per_s=client_ceiling(),
             api_key=self._api_key,

@@ -201,6 +201,7 @@ class ToyMachine:
         role: str,
         seed: int,
         on_progress: Callable[[Any], None],
+        share: float = 1.0,
     ) -> Outcome:
         if failure := self.fails(f"bench{concurrency}", record.settings, len(self.starts)):
             return Outcome(None, failure)

@@ -55,12 +55,13 @@ class BlockSource:
         self.clock.now += LAUNCH_S
         self._disturbance.launched()
 
-    def block(self, settings: Mapping[str, Any], level: int, role: Role) -> Block:
-        """One measured level of the server that was launched last."""
-        rate = self.truth(settings, level) * self._disturbance.factor(self.clock.now - self._begin)
+    def block(self, settings: Mapping[str, Any], level: int, role: Role, share: float = 1.0) -> Block:
+        """One measured level of the server that was launched last, in this share of the window."""
+        rate = self.truth(settings, level) * self._disturbance.factor(self.clock.now - self._begin, share)
         started = self.clock.now + WARMUP_S
-        self.clock.now += BLOCK_S
-        return block(level, role, rate, started_at=started)
+        window_s = share * (BLOCK_S - WARMUP_S)
+        self.clock.now += WARMUP_S + window_s
+        return block(level, role, rate, started_at=started, window_s=window_s)
 
 
 def profile_truth(profile: Profile, work: Work) -> Truth:

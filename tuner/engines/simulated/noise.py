@@ -39,10 +39,11 @@ class Disturbance:
         """Another launch: with its own effect."""
         self._launch = self._random.gauss(0.0, self.noise.launch_sd)
 
-    def factor(self, elapsed_s: float) -> float:
-        """By what the next block's rate is off, `elapsed_s` after the study began."""
+    def factor(self, elapsed_s: float, share: float = 1.0) -> float:
+        """By what the next block's rate is off, `elapsed_s` after the study began; more in a part of the window."""
         keep = self.noise.autocorrelation
         fresh = self._random.gauss(0.0, self.noise.block_sd)
         self._block = keep * self._block + math.sqrt(1 - keep * keep) * fresh
         drift = self._direction * self.noise.drift * (elapsed_s / self.horizon_s - 0.5)
-        return math.exp(self._block + self._launch + drift)
+        part = self._random.gauss(0.0, self.noise.block_sd * math.sqrt(1 / share - 1)) if share < 1 else 0.0
+        return math.exp(self._block + part + self._launch + drift)
