@@ -20,6 +20,9 @@ Setting = str | int | float | bool
 
 Role = Literal["look", "screen", "confirm"]
 """What a block is for: a short first look at a candidate, its screening in the search, or the confirmation."""
+
+SEARCH: tuple[Role, ...] = ("look", "screen")
+"""The roles of what is measured in the search."""
 """Why a block was measured: to search, or on held-out prompts to confirm what the search found."""
 
 

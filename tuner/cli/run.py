@@ -149,6 +149,7 @@ def carry_out(
     from tuner.study.crashes import CrashMemory
     from tuner.study.database import storage_problem
     from tuner.study.interrupt import Interrupted
+    from tuner.study.race import looks_saved
     from tuner.study.session import run_study
     from tuner.study.store import StudyStore
 
@@ -211,7 +212,7 @@ def conclude(
         if nothing_new:
             say("\nThis study was complete: nothing was measured now. To begin anew, give it a new name with --study.")
         say(f"\nThe search ended because: {data.reason}.")
-        if saved := saving(data).sentence:
+        for saved in filter(None, (saving(data).sentence, looks_saved(data).sentence)):
             say(saved)
         say(f"Every candidate:      tuner report {data.name}{where}")
         what = "the baseline:" if found.overall.winner is None else "the winner:"

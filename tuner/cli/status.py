@@ -20,6 +20,7 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
     from tuner.study.controller import change, described
     from tuner.study.lease import working_since
     from tuner.study.names import check_name
+    from tuner.study.race import OUT
     from tuner.study.store import open_study
     from tuner.study.summary import summary
 
@@ -44,6 +45,10 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
     say(f"launches:    {found.launches_used} of {data.budget.launches}{more}")
     say(f"failures:    {_counts(found.failures)}")
     say(f"blocks:      {found.blocks} valid, {found.invalid_blocks} not")
+    if found.looks:
+        say(f"race:        {found.looks}")
+    for trial in [t for t in data.measured if t.why.startswith(OUT)][-3:]:
+        say(f"             {described(data.candidates[trial.candidate_id])}: {trial.why}")
     if found.incumbent is not None:
         best = found.incumbent
         say(f"incumbent:   {described(best.candidate)}: {change(best.score.value)} in the search, unconfirmed")

@@ -109,7 +109,7 @@ def _reference(data: StudyData, candidate_id: str, pair_sd: float | None) -> Ref
 
 def _measured(data: StudyData, candidate_id: str, level: int) -> tuple[str, list[Block]]:
     """The confirmation's valid blocks, or the search's at a level without any."""
-    for role in ("confirm", "screen"):
+    for role in ("confirm", "screen", "look"):
         if blocks := _blocks(data, candidate_id, level, role):
             return role, blocks
     return "", []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
-from tuner.records import Block, Failure, Recommendation, Role, Setting, Verdict
+from tuner.records import SEARCH, Block, Failure, Recommendation, Role, Setting, Verdict
 from tuner.report import evidence as ev
 from tuner.report.importance import Effect, Importance, effects, importances
 from tuner.report.model import Expected, expected
@@ -16,9 +16,12 @@ from tuner.study.data import Confirmation, StudyData
 from tuner.study.decide import recommendation, verdicts_of
 from tuner.study.places import PlaceShare, shares
 from tuner.study.planner import launches_used, policy_of
-from tuner.study.score import weights
+from tuner.study.race import OUT
+from tuner.study.score import level_ratios, weights
 
-Standing = Literal["baseline", "winner", "finalist", "screened", "failed", "ruled out", "not measured"]
+Standing = Literal[
+    "baseline", "winner", "finalist", "screened", "out of the race", "failed", "ruled out", "not measured"
+]
 
 
 @dataclass(frozen=True)
@@ -264,7 +267,8 @@ def _standing(
     if any(candidate_id in confirmation.finalists for confirmation in data.confirmations):
         return ("finalist", "") if complete else ("failed", why)
     if complete:
-        return "screened", ""
+        left = next((trial.why for trial in data.measured if trial.candidate_id == candidate_id), "")
+        return ("out of the race", left) if left.startswith(OUT) else ("screened", "")
     if failed:
         return "failed", why
     trials = [trial for trial in data.trials if trial.candidate_id == candidate_id]
@@ -285,9 +289,13 @@ def _row(
     pairs = [
         pair
         for pair in data.pairs
-        if pair.candidate_id == candidate_id and pair.concurrency == level and pair.role == role
+        if pair.candidate_id == candidate_id
+        and pair.concurrency == level
+        and (pair.role == "confirm") == (role == "confirm")
     ]
     change = math.exp(fmean(pair.log_ratio for pair in pairs)) if pairs else None
+    if role in SEARCH and pairs:
+        change = math.exp(level_ratios(data, candidate_id)[level])
     if candidate_id == data.baseline.id and blocks:
         change = 1.0
     ttft = [block.ttft_ms.p50 for block in blocks if block.ttft_ms.p50 is not None]
@@ -311,11 +319,13 @@ def _row(
 
 
 def _best_role(blocks: Sequence[tuple[Role, Block]]) -> tuple[Role | None, list[Block]]:
-    for role in ("confirm", "screen"):
-        found = [block for of, block in blocks if of == role]
-        if found:
-            return role, found
-    return None, []
+    confirmed = [block for role, block in blocks if role == "confirm"]
+    if confirmed:
+        return "confirm", confirmed
+    searched = [block for role, block in blocks if role in SEARCH]
+    if not searched:
+        return None, []
+    return "screen" if any(role == "screen" for role, _ in blocks) else "look", searched
 
 
 def _latency(blocks: Sequence[Block]) -> Latency:

@@ -113,7 +113,7 @@ def _found(old: StudyData, trial: StoredTrial, space: Space, stale: bool) -> Fou
         return Found(candidate, "outside", why, value)
     if stale:
         return Found(candidate, "stale", value=value, proposal=proposal)
-    levels = {pair.concurrency for pair in old.pairs if pair.role == "screen" and pair.candidate_id == candidate.id}
+    levels = {pair.concurrency for pair in old.pairs if pair.role != "confirm" and pair.candidate_id == candidate.id}
     if not set(space.workload.concurrency) <= levels:
         return Found(candidate, "unfinished", value=value, proposal=proposal)
     return Found(candidate, "taken", value=value, proposal=proposal)
@@ -193,7 +193,7 @@ def measurements(old: StudyData, taken: Inheritance, first: int) -> tuple[list[S
     used = {
         block
         for pair in old.pairs
-        if pair.role == "screen" and pair.candidate_id in ids
+        if pair.role != "confirm" and pair.candidate_id in ids
         for block in (pair.baseline_block, pair.candidate_block)
     }
     blocks = sorted((old.blocks[block] for block in used), key=lambda stored: stored.order)
@@ -239,9 +239,10 @@ def import_study(store: StudyStore, old: StudyData, space: Space, now: Mapping[s
     told = {trial.candidate_id for trial in data.trials}
     for one in found.of("taken"):
         slot = Slot(one.candidate.id, "screen", 0)
-        if one.candidate.id in told or not data.by_slot.get(slot) or one.proposal is None:
+        kept = data.by_slot.get(slot) or data.by_slot.get(slot.look)
+        if one.candidate.id in told or not kept or one.proposal is None:
             continue
-        where = at[data.by_slot[slot][0].launch_id]
+        where = at[kept[0].launch_id]
         result = score_of(data, StoredTrial(-1, one.candidate.id, "imported", False, {}, None, {}, place=where))
         store.trials.record("imported", one.candidate.id, one.proposal, result, f"measured in study {old.name}", where)
     return found.sentences

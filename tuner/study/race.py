@@ -16,6 +16,9 @@ from tuner.records import Pair, StoredBlock
 from tuner.study.data import Slot, StoredTrial, StudyData
 from tuner.study.score import score, weights
 
+OUT = "out of the race"
+"""How the reason of a candidate begins that ended early."""
+
 ENOUGH = 6
 """Candidates that were looked at, before it is weighed whether looks save time."""
 
@@ -79,7 +82,7 @@ def looks_saved(data: StudyData) -> LooksSaved:
         if trial.running or not looks:
             continue
         looked += 1
-        left += bool(trial.why) and trial.constraints.get("launch", 1.0) <= 0
+        left += trial.why.startswith(OUT)
         again = {b.concurrency for b in data.by_slot.get(trial.slot, ())}
         for block in looks:
             took_s = block.block.warmup_s + block.block.window_s
@@ -109,7 +112,7 @@ def race(data: StudyData, slot: Slot, dropped: Collection[str] = ()) -> Race:
 
 
 def _why(overall: Figure, best: Figure | None, slow: list[int], least: float | None) -> str:
-    said = f"out of the race: at best {_change(overall.optimistic)} overall"
+    said = f"{OUT}: at best {_change(overall.optimistic)} overall"
     if best is not None and best.mean > 0:
         said += f", where the best has {_change(best.mean)}"
     if slow and least is not None:

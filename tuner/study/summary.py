@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tuner.records import Candidate
 from tuner.study.data import StudyData
 from tuner.study.planner import launches_used, mean_launch_s, planned_pairs, policy_of
+from tuner.study.race import looks_saved
 from tuner.study.score import Score, score
 
 
@@ -22,7 +23,7 @@ class Incumbent:
 
 @dataclass(frozen=True)
 class Summary:
-    """Counts and times of a study. `left_s` is None while no launch has ended."""
+    """Counts and times of a study. `left_s` is None while no launch has ended; `looks` says what racing has saved."""
 
     trials: Mapping[str, int]
     failures: Mapping[str, int]
@@ -33,6 +34,7 @@ class Summary:
     incumbent: Incumbent | None
     elapsed_s: float
     left_s: float | None
+    looks: str = ""
 
 
 def summary(data: StudyData, *, working: bool = True) -> Summary:
@@ -54,6 +56,7 @@ def summary(data: StudyData, *, working: bool = True) -> Summary:
         incumbent=incumbent(data),
         elapsed_s=data.elapsed_s,
         left_s=time_left_s(data),
+        looks=looks_saved(data).sentence,
     )
 
 

@@ -34,7 +34,7 @@ def gates(view: StudyView) -> Section | None:
         [
             code(bad.candidate_id),
             str(bad.concurrency),
-            "search" if bad.role == "screen" else "confirmation",
+            {"look": "short look", "screen": "search"}.get(bad.role, "confirmation"),
             bad.gate,
             f"{bad.value:.4g}",
             f"{bad.limit:.4g}",

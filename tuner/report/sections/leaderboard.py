@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from tuner.judge.recommend import percent
-from tuner.judge.text import verdict_phrase
+from tuner.judge.text import settings_line, verdict_phrase
 from tuner.report.document import (
     NONE,
     Block,
+    Bullets,
     Forest,
+    Heading,
     Line,
     Mark,
     Paragraph,
@@ -46,6 +48,10 @@ def leaderboard(view: StudyView) -> Section:
             name = line(code(candidate.id), " ", standing(candidate)) if i == 0 else ""
             rows.append([name, str(row.concurrency), *_measured(row), change_phrase(candidate, row)])
     blocks: list[Block | None] = [explained, _forest(view), table(HEAD, rows, "lrrrrrrrl", "Every candidate.")]
+    left = [candidate for candidate in view.candidates if candidate.standing == "out of the race"]
+    if left:
+        items = tuple(line(code(c.id), " ", code(settings_line(c.settings)), f": {c.why}") for c in left)
+        blocks += [Heading(line("Measured in short, for they could not win")), Bullets(items)]
     return section("Leaderboard", "Which settings?", blocks)
 
 
@@ -66,7 +72,7 @@ def change_phrase(candidate: CandidateView, row: LevelRow) -> str:
         return f"{verdict_phrase(row.verdict)}: {row.verdict.outcome}"
     if row.change is None:
         return "no valid block of the baseline beside it"
-    where = "search" if row.role == "screen" else "confirmation"
+    where = {"look": "short look", "screen": "search"}.get(row.role or "", "confirmation")
     return f"{percent(row.change)} ({where}, {count(row.pairs, 'pair')})"
 
 
