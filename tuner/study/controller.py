@@ -39,6 +39,7 @@ from tuner.study.inherit import FIRST, in_space
 from tuner.study.journal import Entry, Journal
 from tuner.study.place import Place
 from tuner.study.planner import (
+    FRUITLESS,
     STRAY,
     Abandon,
     Begin,
@@ -54,6 +55,7 @@ from tuner.study.planner import (
     Wait,
     idle,
     launches_used,
+    may_be_fruitless,
     next_step,
     share_of_window,
     slot_state,
@@ -154,6 +156,7 @@ class Controller:
         self._unsettled: StopReport | None = None
         self._names: dict[str, str] = {}
         self._up: _Up | None = None
+        self._asked_of: tuple[int, int] | None = None
 
     @cached_property
     def journal(self) -> Journal:
@@ -255,6 +258,7 @@ class Controller:
         return self.store.data() if left else data
 
     def _next(self, data: StudyData) -> Step:
+        data = self._asked_model(data)
         return next_step(
             data,
             self.policy,
@@ -336,6 +340,23 @@ class Controller:
         if len(seen.crashed) < most_crashes(data.budget.launches):
             return False
         return all(seen.region(universe[each].candidate.settings) for each in left)
+
+    def _asked_model(self, data: StudyData) -> StudyData:
+        """The study, with what the model says where it sees no use in more search: that is kept, and ends it.
+
+        It is asked once for each state of the search, since it takes longer than all else that is decided.
+        """
+        seen = (len(data.trials), len(data.blocks))
+        if self._asked_of == seen or not may_be_fruitless(data, self.policy):
+            return data
+        self._asked_of = seen
+        if scheduled(data, lambda one: illegal(data.space, self.engine, one) is None) is not None:
+            return data
+        why = self._proposer.fruitless(self.store.trials.history(), evidence_of(data), goal_of(data))
+        if not why:
+            return data
+        self._event(FRUITLESS, why)
+        return self.store.data()
 
     def _crashes_seen(self, data: StudyData) -> CrashesSeen:
         return crashes_seen(data, self.crashes.elsewhere(data) if self.crashes is not None else ())

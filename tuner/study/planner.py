@@ -58,6 +58,7 @@ class Policy:
             the likelier reason, and the search learns to leave it.
         interruptions: launches of one candidate in a row that ended because the tuner did, without a new block.
         no_gain: candidates in a row that bring no gain worth having, after which more search is not expected to pay.
+        fewest: candidates that work, before the model of the search is believed that more cannot pay.
         look: share of a block's window that the first look at a candidate takes; the rest is measured of those alone
             that can still win. 0: every block is whole.
     """
@@ -73,6 +74,7 @@ class Policy:
     same_failures_later: int = 8
     interruptions: int = 3
     no_gain: int = 20
+    fewest: int = 8
     look: float = 0.0
 
 
@@ -556,6 +558,8 @@ def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int 
         return f"{used} of {data.budget.launches} launches used{kept}"
     if exhausted:
         return "every candidate of the space has been tried"
+    if said := fruitless(data):
+        return said
     if (unused := idle(data)) >= policy.max_idle_trials:
         return f"the last {unused} proposals were known or ruled out"
     if (unpaid := without_gain(data)) >= policy.no_gain:
@@ -572,6 +576,29 @@ def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int 
             kept = f", {ahead / 3600:.2g} h kept for what remains" if reserve else ""
             return f"{data.elapsed_s / 3600:.2g} of {data.budget.hours:g} hours used{kept}"
     return None
+
+
+FRUITLESS = "fruitless"
+"""The event that keeps why, by the model of the search, more of it cannot pay."""
+
+
+def fruitless(data: StudyData) -> str:
+    """Why more search cannot pay, as the model once said; "" where it did not, or a larger budget was given since."""
+    for event in reversed(data.events):
+        if event.kind in (FRUITLESS, "budget"):
+            return event.message if event.kind == FRUITLESS else ""
+    return ""
+
+
+def may_be_fruitless(data: StudyData, policy: Policy) -> bool:
+    """Whether the model is to be asked if more search can pay: enough was measured for it to be believed.
+
+    Who gives a larger budget to a search that ended so wants more of it all the same.
+    """
+    if data.confirmations or any(event.kind == FRUITLESS for event in data.events):
+        return False
+    works = sum(trial.value is not None and trial.constraints.get("launch", 1.0) <= 0 for trial in data.measured)
+    return works >= policy.fewest and not any(trial.running for trial in data.trials)
 
 
 def without_gain(data: StudyData) -> int:

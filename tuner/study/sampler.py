@@ -18,7 +18,7 @@ import optuna
 
 from tuner.records import Candidate
 from tuner.search.evidence import Evidence
-from tuner.search.guide import Costs, Goal, Suggestion
+from tuner.search.guide import NEARLY, Costs, Goal, Suggestion, pays
 from tuner.space import Listed, Space
 from tuner.study.model_sampler import ModelSampler
 
@@ -143,6 +143,27 @@ class Proposer:
         candidate = self.space.suggest(trial)
         attrs = study.get_trials(deepcopy=False)[-1].system_attrs
         return Proposal(candidate, trial.params, trial.distributions, dict(attrs))
+
+    def fruitless(self, history: Sequence[optuna.trial.FrozenTrial], evidence: Evidence, goal: Goal) -> str:
+        """Why more search cannot pay, in a sentence; "" while it can, or where the sampler does not know.
+
+        The model has to say so twice: now, and without the candidate that was measured last.
+        """
+        if self._model is None or not evidence.measured:
+            return ""
+        last = evidence.measured[-1].candidate.id
+        before = Evidence(tuple(m for m in evidence.measured if m.candidate.id != last), evidence.failed)
+        for known in (evidence, before):
+            if not known.measured:
+                return ""
+            # At equal cost for all: what it would be worth, not what it is worth by the minute.
+            self._tell_model(self._model, known, goal, Costs(launch_s=0.0))
+            if self._model.choose(history) is None or pays(self._model.last):
+                return ""
+        return (
+            f"more search cannot pay: of no untried candidate does the model expect a gain of {100 * NEARLY:.1f} % or "
+            "more over the best so far, and without the latest candidate it said the same"
+        )
 
     def _tell_model(
         self, model: ModelSampler, evidence: Evidence | None, goal: Goal | None, costs: Costs | None

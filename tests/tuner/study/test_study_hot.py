@@ -175,7 +175,7 @@ def test_a_kill_between_any_two_writes_ends_in_the_same_decision(tmp_path, done)
             copy_database(tmp_path, tmp_path / f"moment-{len(moments)}")
             moments.append((name, tmp_path / f"moment-{len(moments)}"))
 
-    small = ("sampler=tpe", "parameters.num_steps.high=2", "budget.launches=14", "budget.candidates=6")
+    small = ("parameters.num_steps.high=2", "budget.launches=14", "budget.candidates=6")
     store = study(tmp_path, space(SPACE, *small))
     whole = controller(Watched(store, keep), Watched(HotMachine(), keep), HotEngine(), policy=Policy(pairs=1)).run()
     assert {"after ask_reconfiguration", "after reconfigured"} <= {name for name, _ in moments}

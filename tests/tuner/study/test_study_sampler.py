@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -10,6 +11,7 @@ from tests.tuner.study.test_study_simulated import SPACES
 from tuner.errors import UsageError
 from tuner.space import parse_space
 from tuner.study.model_sampler import ModelSampler
+from tuner.study.planner import Policy, may_be_fruitless, search_over
 from tuner.study.progress import Silent
 from tuner.study.sampler import Proposer
 from tuner.study.session import Limits, current_fingerprint, open_or_create, read_space, run_study
@@ -129,3 +131,43 @@ def test_log_speedups_of_any_size_are_taken() -> None:
         space.suggest(trial)
         study.tell(trial, next(values))
     space.suggest(study.ask())
+
+
+PAYS = ("sampler=model", "budget.launches=60", "budget.candidates=60", "profile=short")
+
+
+def _study(folder: Path, *overrides: str):  # type: ignore[no-untyped-def]
+    space = read_space(str(SPACES / "pcie_blackwell.yaml"), (*PAYS, *overrides))
+    store = open_or_create(
+        space,
+        name="ends",
+        storage=f"sqlite:///{folder / 'study.db'}",
+        limits=Limits(),
+        now=current_fingerprint(space),
+    )
+    return store, run_study(store, observer=Silent(), folder=folder)
+
+
+def test_the_search_ends_when_more_cannot_pay_and_says_so_and_the_best_is_confirmed(tmp_path: Path) -> None:
+    store, data = _study(tmp_path)
+    assert data.state == "done"
+    assert "more search cannot pay" in data.reason
+    assert len(data.launches) < 60
+    assert data.confirmations
+    works = [t for t in data.measured if t.constraints.get("launch", 1.0) <= 0]
+    assert len(works) >= Policy().fewest
+    [said] = [event for event in data.events if event.kind == "fruitless"]
+    assert said.message == data.reason
+    # Whoever runs it again finds it ended; whoever gives it more wants more of it.
+    assert search_over(data, Policy(), exhausted=False) == data.reason
+    store.set_budget(replace(data.budget, launches=90), "90 launches")
+    more = store.data()
+    store.close()
+    assert search_over(more, Policy(), exhausted=False) is None
+    assert not may_be_fruitless(replace(more, confirmations=()), Policy())
+
+
+def test_without_a_model_nobody_says_that_more_search_cannot_pay(tmp_path: Path) -> None:
+    store, data = _study(tmp_path, "sampler=random", "budget.launches=40")
+    store.close()
+    assert not any(event.kind == "fruitless" for event in data.events)
