@@ -406,7 +406,10 @@ def test_the_full_profile_measures_the_baseline_again_and_pairs_with_the_latest(
         return 100 * drift["now"] * (1 + 0.01 * settings.get("num_steps", 0))
 
     data, _machine, _ = run(
-        tmp_path, ToyMachine(speed=drifting), the_space=space(text, "budget.launches=60"), policy=Policy(pairs=8)
+        tmp_path,
+        ToyMachine(speed=drifting),
+        the_space=space(text, "budget.launches=60"),
+        policy=Policy(pairs=8, fewest=99),
     )
     screened = [launch.slot for launch in data.launches if launch.slot.role == "screen"]
     refreshes = [slot.repetition for slot in screened if slot.candidate_id == data.baseline.id]
