@@ -100,6 +100,8 @@ KNOWN: dict[str, Callable[[list[str]], None]] = {
     "python": python,
     "make": make,
     "pip": anything,
+    "export": anything,
+    "ray": anything,
     "curl": anything,
     "optuna-dashboard": anything,
     "nohup": lambda words: understood(shlex.join(words)),

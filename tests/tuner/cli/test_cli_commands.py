@@ -120,7 +120,8 @@ def test_list_and_status_show_where_a_study_stands(machine):
     assert re.search(r"state: +done", status)
     assert re.search(r"launches: +5 of 5", status)
     assert re.search(r"failures: +none", status)
-    assert re.search(rf"^place: +{re.escape(hostname())}: 5 launches, 10 blocks.*no worker; last heard of", status, re.M)
+    place = rf"^place: +{re.escape(hostname())}: 5 launches, 10 blocks.*no worker; last heard of"
+    assert re.search(place, status, re.M)
 
 
 def test_status_names_the_workers_that_are_alive(machine):
