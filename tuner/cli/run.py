@@ -149,7 +149,6 @@ def carry_out(
     from tuner.study.crashes import CrashMemory
     from tuner.study.database import storage_problem
     from tuner.study.interrupt import Interrupted
-    from tuner.study.race import looks_saved
     from tuner.study.session import run_study
     from tuner.study.store import StudyStore
 
@@ -197,8 +196,9 @@ def conclude(
     """Prints the answer of a study that has ended, and what to do with it; ends with 1 where there is none."""
     from tuner.judge.text import recommendation_dict, recommendation_lines
     from tuner.study.address import option
-    from tuner.study.decide import recommendation
+    from tuner.study.decide import pareto_set, recommendation
     from tuner.study.hot import saving
+    from tuner.study.race import looks_saved
 
     where = option(storage)
     found = recommendation(data)
@@ -216,7 +216,9 @@ def conclude(
             say(saved)
         say(f"Every candidate:      tuner report {data.name}{where}")
         what = "the baseline:" if found.overall.winner is None else "the winner:"
-        say(f"Deploy {what:<14} tuner export {data.name} --format shell --output DIR{where}")
+        one = " --candidate ID" if data.space.objective.maximize == "pareto" and len(pareto_set(data)) > 1 else ""
+        what = "one of the set:" if one else what
+        say(f"Deploy {what:<14} tuner export {data.name} --format shell --output DIR{one}{where}")
         if found.overall.winner is None:
             say(f"Search on:            tuner resume {data.name} --more 8{where}")
     if why := output_lost():

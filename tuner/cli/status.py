@@ -18,6 +18,7 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
     from contextlib import closing
 
     from tuner.study.controller import change, described
+    from tuner.study.decide import pareto_set
     from tuner.study.lease import working_since
     from tuner.study.names import check_name
     from tuner.study.race import OUT
@@ -52,6 +53,9 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
     if found.incumbent is not None:
         best = found.incumbent
         say(f"incumbent:   {described(best.candidate)}: {change(best.score.value)} in the search, unconfirmed")
+    if data.space.objective.maximize == "pareto":
+        named = ["the baseline" if one == data.baseline.id else one for one in pareto_set(data)]
+        say(f"pareto set:  {', '.join(named)}, as far as confirmation pairs tell")
     for line in _places(data, workers, now):
         say(line)
     left = f", about {duration(found.left_s)} left" if found.left_s and data.state != "done" else ""

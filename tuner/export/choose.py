@@ -12,10 +12,11 @@ from tuner.errors import TunerError, UsageError
 from tuner.export.provenance import Figure, Provenance, record_hash
 from tuner.export.reference import Level, Reference
 from tuner.judge.intervals import block_variance
-from tuner.judge.text import verdict_phrase
+from tuner.judge.recommend import percent
+from tuner.judge.text import settings_line, verdict_phrase
 from tuner.records import Block, LaunchRecord, Recommendation
 from tuner.study.data import Slot, StoredLaunch, StudyData
-from tuner.study.decide import recommendation
+from tuner.study.decide import level_verdicts, pareto_set, recommendation
 from tuner.study.quality import ANSWERS
 
 
@@ -37,12 +38,14 @@ def choose(data: StudyData, candidate_id: str | None = None, *, pair_sd: float |
     before one of the search. `pair_sd` is that of a calibration of the machine, where there is one.
 
     Raises:
-        UsageError: the study has no such candidate.
+        UsageError: the study has no such candidate, or its objective leaves the choice to the user.
         TunerError: the candidate was never launched to a good end.
     """
     found = recommendation(data)
     winner = found.overall.winner
     note = ""
+    if candidate_id is None:
+        _refuse_many(data)
     if candidate_id is not None:
         wanted = _named(data, candidate_id)
         decision = _said_of(found, wanted)
@@ -76,6 +79,25 @@ def choose(data: StudyData, candidate_id: str | None = None, *, pair_sd: float |
         figures=_figures(data, wanted),
     )
     return Deployable(launch.record, provenance, note, _reference(data, wanted, pair_sd))
+
+
+def _refuse_many(data: StudyData) -> None:
+    """Raises where a study was asked for a choice: which of a Pareto set is wanted, only its owner can say."""
+    if data.space.objective.maximize != "pareto" or len(found := pareto_set(data)) < 2:
+        return
+    listed = "\n".join(f"  - {one}: {_at_levels(data, one)}" for one in found)
+    raise UsageError(
+        f"the objective of study {data.name} is pareto, and {len(found)} candidates are in the set:\n{listed}\n"
+        "Nothing was written; say which one is wanted: --candidate ID"
+    )
+
+
+def _at_levels(data: StudyData, candidate_id: str) -> str:
+    if candidate_id == data.baseline.id:
+        return "the baseline"
+    verdicts = level_verdicts(data).get(candidate_id, {})
+    told = ", ".join(f"{percent(found.speedup)} at {level}" for level, found in verdicts.items())
+    return f"{settings_line(data.settings_of(candidate_id))} ({told})"
 
 
 def reference_of(data: StudyData, candidate: str, pair_sd: float | None) -> Reference:

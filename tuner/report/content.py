@@ -13,6 +13,7 @@ from tuner.report.sections.following import following
 from tuner.report.sections.latency import latency
 from tuner.report.sections.leaderboard import leaderboard
 from tuner.report.sections.mattered import mattered
+from tuner.report.sections.tradeoff import tradeoff
 from tuner.report.sections.why import why
 from tuner.report.view import StudyView
 
@@ -23,6 +24,7 @@ SECTIONS = (
     leaderboard,
     certainty,
     latency,
+    tradeoff,
     why,
     mattered,
     failed,

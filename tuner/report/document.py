@@ -167,6 +167,16 @@ class Curves:
 
 
 @dataclass(frozen=True)
+class Scatter:
+    """Points in a plane of two logarithmic axes, those of one curve joined. A curve that is `firm` stands out."""
+
+    title: str
+    x_name: str
+    y_name: str
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True)
 class Bar:
     """A bar of one or more parts, in the order of the chart's `parts`."""
 
@@ -185,7 +195,7 @@ class Bars:
     unit: str = ""
 
 
-Chart: TypeAlias = Forest | Curves | Bars
+Chart: TypeAlias = Forest | Curves | Scatter | Bars
 Block: TypeAlias = Paragraph | Heading | Bullets | Table | Excerpt | Chart
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from tuner.report.document import Bars, Chart, Curves, Document, Forest, Line, Table, plain, printable
+from tuner.report.document import Bars, Chart, Curves, Document, Forest, Line, Scatter, Table, plain, printable
 from tuner.report.markdown import excerpt
 from tuner.report.svg import NARROW, WIDE, draw
 
@@ -34,7 +34,7 @@ class Picture:
 def pictures(document: Document, title: str) -> list[Picture]:
     """The charts of the section of this title."""
     blocks = [block for section in document.sections if section.title == title for block in section.blocks]
-    return [Picture(block) for block in blocks if isinstance(block, (Forest, Curves, Bars))]
+    return [Picture(block) for block in blocks if isinstance(block, (Forest, Curves, Scatter, Bars))]
 
 
 @cache

@@ -13,7 +13,7 @@ from html import escape
 
 from tuner.judge.recommend import percent
 from tuner.judge.verdict import PRACTICAL
-from tuner.report.document import Bars, Chart, Curve, Curves, Forest, Mark
+from tuner.report.document import Bars, Chart, Curve, Curves, Forest, Mark, Scatter
 from tuner.report.words import short
 
 WIDE, NARROW = 820, 316
@@ -78,6 +78,8 @@ def draw(chart: Chart, width: int = WIDE) -> str:
         return _forest(chart, width)
     if isinstance(chart, Curves):
         return _curves(chart, width)
+    if isinstance(chart, Scatter):
+        return _scatter(chart, width)
     return _bars(chart, width)
 
 
@@ -225,6 +227,54 @@ def _legend(drawing: Drawing, curve: Curve, row: int, i: int, width: int) -> Non
         _shape(drawing, i, EDGE + 13, y - 4, curve.name, curve.firm)
     search = "" if curve.firm or curve.predicted else " (search)"
     drawing.text(EDGE + 34, y, curve.name + search, "label", room=width - EDGE - 44)
+
+
+# -- points in a plane -----------------------------------------------------------------------------------------------
+
+
+def _scatter(chart: Scatter, width: int) -> str:
+    drawing = Drawing(width)
+    legend = 20 * len(chart.curves) + 6
+    height, left = (300, 60) if width >= LEAST_WIDE else (240, 52)
+    top, bottom = legend + 22, legend + 22 + height
+    points = [point for curve in chart.curves for point in curve.points]
+    over, xs = _decades([point.x for point in points], left + 14, width - EDGE - 14, 5)
+    rise, ys = _decades([v for p in points for v in (p.y, p.low, p.high) if v], bottom - 8, top + 8, 6)
+    drawing.text(EDGE, legend + 12, chart.y_name, "tick")
+    for tick in ys:
+        drawing.add("line", x1=left, x2=width - EDGE, y1=rise(tick), y2=rise(tick), cls="grid")
+        drawing.text(left - 6, rise(tick) + 4, f"{tick:,.4g}", "tick", anchor="end")
+    for tick in xs:
+        drawing.add("line", x1=over(tick), x2=over(tick), y1=top, y2=bottom, cls="grid")
+        drawing.text(over(tick), bottom + 18, f"{tick:,.4g}", "tick", anchor="middle")
+    drawing.text((left + width - EDGE) / 2, bottom + 36, chart.x_name, "tick", anchor="middle")
+    for i, curve in enumerate(chart.curves):
+        y, dashed = 14 + 20 * i, "" if curve.firm else " dashed"
+        drawing.add("line", x1=EDGE, x2=EDGE + 26, y1=y - 4, y2=y - 4, cls=f"curve c{i % SERIES}{dashed}")
+        _shape(drawing, i, EDGE + 13, y - 4, curve.name, curve.firm)
+        drawing.text(EDGE + 34, y, curve.name + " (in the set)" * curve.firm, "label", room=width - EDGE - 44)
+        path = " ".join(f"{_plain(over(p.x))},{_plain(rise(p.y))}" for p in curve.points)
+        drawing.add("polyline", points=path, cls=f"curve c{i % SERIES}{dashed}")
+        for p in curve.points:
+            if p.low and p.high:
+                at = over(p.x)
+                drawing.add("line", x1=at, x2=at, y1=rise(p.low), y2=rise(p.high), cls=f"whisker c{i % SERIES}")
+            _shape(drawing, i, over(p.x), rise(p.y), f"{curve.name}: {p.y:.1f} at {p.x:.1f}", curve.firm)
+    return drawing.svg(bottom + 44, _label(chart))
+
+
+def _decades(
+    values: Sequence[float], start: float, end: float, most: int
+) -> tuple[Callable[[float], float], list[float]]:
+    """A logarithmic scale over values above 0, with a little room, and round ticks on it."""
+    low, high = min(values) / 1.05, max(values) * 1.05
+    at = _scale(math.log(low), math.log(high), start, end)
+    magnitudes = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    for digits in ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
+        ticks = [d * 10.0**m for m in magnitudes for d in digits if low <= d * 10.0**m <= high]
+        if len(ticks) <= most:
+            break
+    return (lambda value: at(math.log(value))), ticks or sorted({min(values), max(values)})
 
 
 # -- bars --------------------------------------------------------------------------------------------------------------

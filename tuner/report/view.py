@@ -13,7 +13,7 @@ from tuner.report import evidence as ev
 from tuner.report.importance import Effect, Importance, effects, importances
 from tuner.report.model import Expected, expected
 from tuner.study.data import Confirmation, StudyData
-from tuner.study.decide import recommendation, verdicts_of
+from tuner.study.decide import level_verdicts, pareto_set, recommendation, verdicts_of
 from tuner.study.places import PlaceShare, shares
 from tuner.study.planner import launches_used, policy_of
 from tuner.study.race import OUT
@@ -149,6 +149,10 @@ class StudyView:
     """Setting → values that no measured candidate has; only of settings with a list of values."""
     ranges: Mapping[str, tuple[float, float]]
     """Setting → lowest and highest value, of settings with a range."""
+    pareto: tuple[str, ...] | None
+    """The Pareto set, the baseline's id among them where it is in it; None where the objective is another one."""
+    confirmed: Mapping[str, Mapping[int, Verdict]]
+    """Candidate → level → what its confirmation pairs say there, whatever is claimed beside it."""
     predicted: Mapping[str, tuple[Expected, ...]]
     """Candidate of `shown` → what the search's model expects, at the levels and between them."""
 
@@ -192,6 +196,8 @@ def study_view(data: StudyData) -> StudyView:
         fixed_env=data.space.env,
         machine=dict(data.fingerprint.get("hardware", {})),
         places=shares(data),
+        pareto=pareto_set(data) if data.space.objective.maximize == "pareto" else None,
+        confirmed=level_verdicts(data),
         prompts=data.space.workload.prompts,
         max_tokens=data.space.workload.max_tokens,
         temperature=data.space.workload.temperature,

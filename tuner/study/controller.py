@@ -253,8 +253,14 @@ class Controller:
         mine = self._up.launch if self._up else None
         left = [one for one in data.launches if one.ended_at is None and one.id != mine and one.place not in busy]
         for launch in left:
-            if launch.state != "imported":
-                self._close(data, launch)
+            if launch.state == "imported":
+                continue
+            # The server of a dead worker on this host would hold its devices, and spoil what is measured here.
+            here = launch.place.partition("/")[0] == self.place.partition("/")[0]
+            pids = self.world.reap({"study": data.uid, "launch": str(launch.id)}) if here else []
+            if pids:
+                self._event("reaped", f"ended {len(pids)} processes that a dead worker had left", pids=pids)
+            self._close(data, launch)
         return self.store.data() if left else data
 
     def _next(self, data: StudyData) -> Step:

@@ -72,14 +72,23 @@ def _objective_notes(data: StudyData) -> list[str]:
 
 
 def _pareto_note(data: StudyData) -> str:
+    named = ["the baseline" if one == data.baseline.id else one for one in pareto_set(data)]
+    return f"Pareto set over the levels, as far as pairs tell: {', '.join(named)}."
+
+
+def pareto_set(data: StudyData) -> tuple[str, ...]:
+    """The ids of the confirmed candidates, the baseline among them, that no other is better than at every level."""
+    return tuple(one or data.baseline.id for one in front(level_verdicts(data)))
+
+
+def level_verdicts(data: StudyData) -> dict[str, dict[int, Verdict]]:
+    """Candidate → level → what its confirmation pairs say there; of those that could be deployed."""
     ratios: dict[str, dict[int, list[float]]] = {}
     dropped = disqualified(data, policy_of(data)) | refused(data).keys()
     for pair in data.pairs:
         if pair.role == "confirm" and pair.candidate_id not in dropped:
             ratios.setdefault(pair.candidate_id, {}).setdefault(pair.concurrency, []).append(pair.log_ratio)
-    found = front({c: {at: verdict(c, at, some) for at, some in levels.items()} for c, levels in ratios.items()})
-    named = [one or "the baseline" for one in found]
-    return f"Pareto set over the levels, as far as pairs tell: {', '.join(named)}."
+    return {c: {at: verdict(c, at, some) for at, some in sorted(levels.items())} for c, levels in ratios.items()}
 
 
 def overall_ratios(data: StudyData, pairs: Sequence[Pair]) -> list[float]:

@@ -9,10 +9,16 @@ import pytest
 from tests.tuner.study.test_study_controller import run
 from tests.tuner.study.toy_study import SPACE, ToyMachine, block, space
 from tuner.errors import UsageError
+from tuner.export.choose import choose
 from tuner.judge.pareto import front
 from tuner.records import Percentiles, Verdict
+from tuner.report.content import report
+from tuner.report.document import Scatter
+from tuner.report.html import html
+from tuner.report.markdown import markdown
+from tuner.report.view import study_view
 from tuner.space.schema import SloSection
-from tuner.study.decide import recommendation
+from tuner.study.decide import pareto_set, recommendation
 from tuner.study.goodput import goodput, keeps
 from tuner.study.score import weights
 
@@ -57,6 +63,35 @@ def test_pareto_names_who_is_not_dominated(tmp_path: Path) -> None:
     for candidate in best:
         assert candidate in line
     assert "the baseline" not in line
+
+
+def test_a_pareto_study_shows_its_set_and_leaves_the_choice_to_its_owner(tmp_path: Path) -> None:
+    data = searched(tmp_path, "objective.maximize=pareto", "objective.guard.min_speedup=0.5")
+    found, view = pareto_set(data), study_view(data)
+    assert len(found) > 1
+    (part,) = [each for each in report(view).sections if each.title == "Pareto set"]
+    (chart,) = [block for block in part.blocks if isinstance(block, Scatter)]
+    assert {curve.firm for curve in chart.curves} <= {True, False}
+    assert sum(curve.firm for curve in chart.curves) == len(found)
+    assert all(len(curve.points) == len(data.levels) for curve in chart.curves if curve.firm)
+    confirmed = [point for curve in chart.curves for point in curve.points if point.low is not None]
+    assert confirmed
+    assert all(point.low < point.y < point.high for point in confirmed if point.high is not None)
+    page, twin = html(report(view)), markdown(report(view))
+    for text in (page, twin):
+        assert "Pareto set" in text
+        assert all(one in text for one in found)
+    assert "(in the set)" in page
+    with pytest.raises(UsageError, match="--candidate ID") as refused:
+        choose(data)
+    assert all(one in str(refused.value) for one in found)
+    assert choose(data, found[0]).provenance.candidate == found[0]
+
+
+def test_another_objective_has_no_set_to_choose_from(tmp_path: Path) -> None:
+    data = searched(tmp_path)
+    assert not [each for each in report(study_view(data)).sections if each.title == "Pareto set"]
+    assert choose(data).provenance.candidate
 
 
 def verdict(speedup: float, half: float = 0.01) -> Verdict:
