@@ -294,3 +294,18 @@ def test_a_gain_that_hangs_on_the_place_is_said_in_the_recommendation(tmp_path: 
     assert notes
     assert " at a, " in notes[0]
     assert " at b" in notes[0]
+
+
+@pytest.mark.parametrize(("dead", "ended"), [(Place("a", ("0",)), True), (Place("b"), False)])
+def test_the_server_of_a_dead_worker_is_ended_by_another_on_its_host(tmp_path: Path, dead: Place, ended: bool) -> None:
+    store = study(tmp_path, space(TOY))
+    gone = worker(store, dead, world=ends_at(store, 1))
+    gone._end = lambda *_args, **_more: None  # type: ignore[method-assign]
+    with pytest.raises(Ended):
+        gone.run()
+    (open_,) = [launch for launch in store.data().launches if launch.ended_at is None]
+    machine = ToyMachine()
+    one = worker(store, Place("a", ("1",)), world=machine, siblings=lambda: True)
+    one._tidied(store.data())
+    assert ({"study": store.data().uid, "launch": str(open_.id)} in machine.reaped) == ended
+    assert store.data().launch[open_.id].ended_at is not None
