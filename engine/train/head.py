@@ -85,18 +85,16 @@ class SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, lm_head: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
-        """hidden [n, H], lm_head [Vd, H], teacher logits float32 [n, Vd] (overwritten), weight [n]."""
+        """hidden [n, H], lm_head [Vd, H], the teacher's probabilities float32 [n, Vd], weight [n]."""
         matrix = lm_head.to(hidden.dtype)
         logits = (hidden @ matrix.t()).float()
         high = logits.amax(-1, keepdim=True)
         logits.sub_(high)
-        target = teacher.sub_(teacher.amax(-1, keepdim=True)).exp_()
-        target.div_(target.sum(-1, keepdim=True))
-        dot = (target * logits).sum(-1)
+        dot = (teacher * logits).sum(-1)
         logits.exp_()
         total = logits.sum(-1, keepdim=True)
         loss = ((total.squeeze(-1).log() - dot) * weight).sum()
-        gradient = logits.div_(total).sub_(target).mul_(weight.unsqueeze(-1)).to(hidden.dtype)
+        gradient = logits.div_(total).sub_(teacher).mul_(weight.unsqueeze(-1)).to(hidden.dtype)
         ctx.save_for_backward(gradient @ matrix, (gradient.t() @ hidden).float())
         return loss
 

@@ -18,15 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.errors import InvalidConfig
 from engine.model.eagle3 import HeadShape
 from engine.model.head_file import fingerprint, save_head
 from engine.train.corpus import ChatFrame, Conversation
 from engine.train.evaluate import Acceptance, simulate
 from engine.train.head import SoftCrossEntropy, Unroll, rms
+from engine.train.muon import HeadOptimiser
 from engine.train.ridge import Ridge, start
 from engine.train.target import LONGEST, Taught, Teacher
 
 log = logging.getLogger(__name__)
+
+_LEARNING_SHARE = 20  # seconds of training for each that goes into the held-out curve
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Recipe:
         tokens: response tokens to train on in all; the learning rate's cosine ends there.
         passes: unrolled draft passes; pass j weighs `decay` ** j.
         sequences: per optimiser step.
-        rate: peak learning rate of AdamW (betas 0.9 and 0.95, no weight decay, clipped at 1); the output layer's is
+        rate: peak learning rate (see `HeadOptimiser`; no weight decay, clipped at 1); the output layer's is
             `head_rate` times that.
         average: of the exponential moving average that is evaluated and shipped.
     """
@@ -102,9 +106,11 @@ class Trainer:
         """Resume from the checkpoint, or solve the ridge start."""
         if self._checkpoint.exists():
             state = torch.load(self._checkpoint, weights_only=True)
+            if "muon" not in state["optimiser"]:
+                raise InvalidConfig(f"{self._checkpoint} is of an earlier version's optimiser; name another folder")
             self._weights, self.averaged = state["weights"], state["averaged"]
             self.progress = Progress(**state["progress"])
-            self._optimiser = self._make_optimiser()
+            self._optimiser = HeadOptimiser(self._weights, self.recipe.head_rate)
             self._optimiser.load_state_dict(state["optimiser"])
             log.info("resumed at %d response tokens", self.progress.tokens)
             return
@@ -117,21 +123,23 @@ class Trainer:
                 break
         self._weights = start(self.shape, ridge.solve(), self._final_norm(), self._kept_head, self.recipe.seed)
         self.averaged = {name: w.clone() for name, w in self._weights.items()}
-        self._optimiser = self._make_optimiser()
+        self._optimiser = HeadOptimiser(self._weights, self.recipe.head_rate)
         log.info("ridge start on %d positions: %s", ridge.positions, self._measure())
 
     def run(self, conversations: Sequence[Conversation], tick: Callable[[Progress], None], save_every_s: float) -> None:
         """Train until the recipe's tokens are used up or the conversations are."""
         saved = measured = time.monotonic()
+        took = 0.0
         for batch in self._batches(conversations, self.progress.sequences):
             began = time.monotonic()
             self._step(batch)
             now = time.monotonic()
             self.progress.seconds += now - began
             tick(self.progress)
-            if now - measured > 3 * save_every_s:
+            if now - measured > max(3 * save_every_s, _LEARNING_SHARE * took):
                 log.info("%s", self._measure())
-                measured = now
+                measured = time.monotonic()
+                took = measured - now
             if now - saved > save_every_s:
                 self.save()
                 saved = time.monotonic()
@@ -190,14 +198,6 @@ class Trainer:
     def _final_norm(self) -> Tensor:
         return self._teacher.model.final_norm.float()
 
-    def _make_optimiser(self) -> torch.optim.Optimizer:
-        for weight in self._weights.values():
-            weight.requires_grad_(True)
-        head = [self._weights["lm_head"]]
-        rest = [w for name, w in self._weights.items() if name != "lm_head"]
-        groups = [{"params": rest, "scale": 1.0}, {"params": head, "scale": self.recipe.head_rate}]
-        return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-
     def _batches(self, conversations: Sequence[Conversation], done: int) -> Iterator[list[Conversation]]:
         order = np.random.default_rng(self.recipe.seed).permutation(len(conversations))[done:]
         for first in range(0, len(order), self.recipe.sequences):
@@ -228,15 +228,12 @@ class Trainer:
         count = int(supervised.sum())
         with torch.enable_grad():
             loss = self._loss(features, tokens, hidden, supervised, width)
-            self._optimiser.zero_grad(set_to_none=True)
+            self._optimiser.zero_grad()
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._weights.values(), 1.0)
         done = progress.tokens / recipe.tokens
         rate = recipe.rate * min(1.0, (progress.steps + 1) / recipe.warmup_steps)
         rate *= recipe.last_rate + (1 - recipe.last_rate) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-        for group in self._optimiser.param_groups:
-            group["lr"] = rate * group["scale"]
-        self._optimiser.step()
+        self._optimiser.step(rate)
         average = min(recipe.average, (progress.steps + 1) / (progress.steps + 10))
         with torch.no_grad():
             for name, mean in self.averaged.items():
@@ -248,16 +245,20 @@ class Trainer:
 
     def _loss(self, features: Tensor, tokens: Tensor, hidden: Tensor, supervised: Tensor, width: int) -> Tensor:
         """Mean over supervised rows, summed over passes with their weights."""
+        # What the target predicts from a position is asked for by every pass: worked out once.
+        predicts = torch.nn.functional.pad(supervised[:, 1:], (0, 1))
+        taught = (hidden[predicts] @ self._kept_head.t()).float().softmax(-1)
+        index = torch.zeros(predicts.shape, dtype=torch.int64)
+        index[predicts] = torch.arange(len(taught))
         unroll = Unroll(self.shape, self._weights, features)
         total = torch.zeros(())
         for j in range(self.recipe.passes):
             normed = unroll.step(self._embedding[tokens[:, 1 + j : 1 + j + width]])
             # Row i of pass j predicts token i + 2 + j, which the target predicts from position i + 1 + j.
-            rows = supervised[:, 2 + j : 2 + j + width]
-            rows = torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
-            teacher_hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 1))[:, 1 + j : 1 + j + width][rows]
-            teacher = (teacher_hidden @ self._kept_head.t()).float()
-            weight = torch.full((len(teacher),), self.recipe.decay**j / max(1, len(teacher)))
+            asked = slice(1 + j, 1 + j + width)
+            rows = predicts[:, asked]
+            weight = torch.full((int(rows.sum()),), self.recipe.decay**j / max(1, int(rows.sum())))
+            teacher = taught[index[:, asked][rows]]
             total = total + SoftCrossEntropy.apply(normed[rows], self._weights["lm_head"], teacher, weight)
         return total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from engine.model.eagle3 import HeadShape
 from engine.train.corpus import Conversation, append, kept_vocabulary, read
 from engine.train.evaluate import simulate
 from engine.train.head import SoftCrossEntropy, Unroll
+from engine.train.muon import HeadOptimiser, orthogonalised
 from engine.train.ridge import Ridge, start
 from engine.train.target import Taught
 
@@ -66,11 +68,44 @@ def test_the_fused_loss_equals_autograd() -> None:
     logits = hidden.float() @ head.t()
     plain = (-(teacher.softmax(-1) * logits.log_softmax(-1)).sum(-1) * weight).sum()
     expected = torch.autograd.grad(plain, (hidden, head))
-    fused = SoftCrossEntropy.apply(hidden, head, teacher.clone(), weight)
+    fused = SoftCrossEntropy.apply(hidden, head, teacher.softmax(-1), weight)
     found = torch.autograd.grad(fused, (hidden, head))
     assert fused.item() == pytest.approx(plain.item(), rel=2e-2)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.float(), theirs.float(), atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+def test_a_step_has_all_directions_of_the_gradient_at_one_length(shape: tuple[int, int]) -> None:
+    torch.manual_seed(3)
+    gradient = torch.randn(shape) @ torch.diag(torch.logspace(0, -1, shape[1]))
+    left, sizes, right = torch.linalg.svd(gradient, full_matrices=False)
+    made = orthogonalised(gradient)
+    lengths = (left.t() @ made @ right.t()).diagonal()
+    assert lengths[sizes > 0.05 * sizes[0]].min() > 0.6
+    assert lengths.max() < 1.3
+    assert orthogonalised(torch.zeros(shape)).abs().max() == 0
+
+
+def test_an_optimiser_that_was_saved_goes_on_as_one_that_was_not() -> None:
+    def gradients(w: dict[str, torch.Tensor], seed: int) -> None:
+        torch.manual_seed(seed)
+        for weight in w.values():
+            weight.grad = torch.randn_like(weight)
+
+    w = {name: tensor.detach().float().clone() for name, tensor in weights().items()}
+    optimiser = HeadOptimiser(w, 0.3)
+    for seed in range(3):
+        gradients(w, seed)
+        optimiser.step(1e-2)
+    saved = {name: tensor.detach().clone() for name, tensor in w.items()}
+    resumed = HeadOptimiser(saved, 0.3)
+    resumed.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    for kept, its in ((w, optimiser), (saved, resumed)):
+        gradients(kept, 9)
+        its.step(5e-3)
+    for name, weight in w.items():
+        assert torch.equal(weight, saved[name]), name
 
 
 def test_the_ridge_start_predicts_what_is_linear_in_its_inputs() -> None:
