@@ -1,0 +1,215 @@
+"""A study of 5,000 stored candidates, from its database: `python -m benchmarks.many_candidates --output FILE`.
+
+Seconds that `tuner status` takes (the whole command; its reading alone), that `resume` takes until it decides what comes
+next, and that the model takes for a suggestion. The study is simulated; the database is a real SQLite file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import sqlalchemy as sa
+
+from tuner.engines.simulated.blocks import block
+from tuner.records import LaunchRecord
+from tuner.space import Space, parse_space
+from tuner.study import tables as t
+from tuner.study.data import Budget, Slot
+from tuner.study.evidence import costs_of, evidence_of, goal_of
+from tuner.study.sampler import Proposal, Proposer, proposal_of
+from tuner.study.score import FAILED, Score
+from tuner.study.session import current_fingerprint
+from tuner.study.store import StudyStore, create_study, open_study
+from tuner.study.summary import summary
+
+SPACE = """
+name: many
+engine: {kind: simulated, model: any}
+workload: {concurrency: [1, 8, 32]}
+baseline: {speculation: none}
+parameters:
+  speculation: {choices: [ngram, eagle3]}
+  num_steps: {low: 1, high: 16}
+  topk: {choices: [1, 2, 4, 8]}
+  spec_version: {choices: [v1, v2]}
+  disable_batch_threshold: {choices: [never, 4, 8, 16, 32, 64]}
+  env.NCCL_PROTO: {choices: [unset, LL, LL128, Simple]}
+budget: {launches: 6000, candidates: 6000}
+"""
+NAME = "many"
+
+
+def made(url: str, count: int, space: Space) -> StudyStore:
+    """A study in which `count` candidates were tried, a tenth of which did not work."""
+    budget = Budget(**space.budget.model_dump())
+    store = create_study(
+        NAME,
+        space=space,
+        space_text=SPACE,
+        fingerprint=current_fingerprint(space),
+        seed=1,
+        budget=budget,
+        storage=url,
+    )
+    draw = random.Random(1)
+    listed = list((space.listed() or {}).values())
+    draw.shuffle(listed)
+    chosen = listed[:count]
+    record = LaunchRecord("simulated", "1", "any", ("x",), {}, "127.0.0.1", 8000, {}, {}, "any", simulated=True)
+    slots = [Slot(space.baseline.id, "screen", 0), *(Slot(one.candidate.id, "screen", 0) for one in chosen)]
+    settings = {space.baseline.id: space.baseline.settings} | {o.candidate.id: o.candidate.settings for o in chosen}
+    works = {slot.candidate_id: i == 0 or draw.random() < 0.9 for i, slot in enumerate(slots)}
+    gains = {slot.candidate_id: draw.gauss(0.0, 0.1) if i else 0.0 for i, slot in enumerate(slots)}
+    launches, blocks, names = [], [], []
+    now = 1_000_000.0
+    for number, slot in enumerate(slots, 1):
+        if number > 1:
+            names.append({"study": NAME, "id": slot.candidate_id, "settings": dict(settings[slot.candidate_id])})
+        same = {"study": NAME, "candidate": slot.candidate_id, "role": "screen", "repetition": 0}
+        failed = {"kind": "startup_crash", "phase": "start", "message": "it ended"}
+        launches.append(
+            {
+                **same,
+                "id": number,
+                "state": "done" if works[slot.candidate_id] else "failed",
+                "marker": "",
+                "log_path": "",
+                "record": record.to_dict(),
+                "started_at": now,
+                "ready_at": now + 60,
+                "ended_at": now + 200,
+                "failure": None if works[slot.candidate_id] else failed,
+                "forgiven": False,
+            }
+        )
+        now += 200
+        for level in space.workload.concurrency if works[slot.candidate_id] else ():
+            rate = 100 * level**0.7 * math.exp(gains[slot.candidate_id] + draw.gauss(0.0, 0.01))
+            seen = block(level, "screen", rate, started_at=now)
+            blocks.append(
+                {
+                    **same,
+                    "launch": number,
+                    "concurrency": level,
+                    "attempt": 0,
+                    "valid": True,
+                    "ended_at": now,
+                    "block": seen.to_dict(),
+                }
+            )
+    with store.engine.begin() as connection:
+        connection.execute(sa.insert(t.candidates), names)
+        connection.execute(sa.insert(t.launches), launches)
+        connection.execute(sa.insert(t.blocks), blocks)
+    _trials(store, space, [proposal_of(space, one) for one in chosen], works, gains)
+    store.put_pairs(store.data().pairs)
+    store.set_state("interrupted", "for the benchmark")
+    return store
+
+
+def _trials(
+    store: StudyStore, space: Space, proposals: list[Proposal], works: dict[str, bool], gains: dict[str, float]
+) -> None:
+    """Written as Optuna writes them, in one go: one by one takes a quarter of an hour."""
+    store.trials.begin("baseline", space.baseline.id, None)
+    store.trials.tell(0, Score(0.0, {"launch": -1.0}, {}))
+    for each in proposals:
+        name = each.candidate.id
+        found = Score(gains[name], {"launch": -1.0}, {}) if works[name] else FAILED
+        store.trials.record("measured", name, each, found, "")
+
+
+def timed(act: Callable[[], Any], times: int = 3) -> float:
+    """The median of some tries, in seconds."""
+    seen = []
+    for _ in range(times):
+        began = time.perf_counter()
+        act()
+        seen.append(time.perf_counter() - began)
+    return sorted(seen)[times // 2]
+
+
+def measure(folder: Path, count: int) -> dict[str, Any]:
+    space = parse_space(SPACE, source="many.yaml")
+    url = f"sqlite:///{folder / 'study.db'}"
+    made(url, count, space).close()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "tuner", "status", NAME, "--storage", url]
+    status_s = timed(lambda: subprocess.run(command, check=True, capture_output=True, env=environment))
+    bare_s = timed(lambda: subprocess.run([*command[:3], "--help"], check=True, capture_output=True, env=environment))
+
+    def read() -> None:
+        store = open_study(NAME, url)
+        summary(store.data())
+        store.close()
+
+    read_s = timed(read)
+    ready_s, first_s, later_s = resumed(url, folder)
+    return {
+        "candidates": count,
+        "status_command_s": round(status_s, 3),
+        "a_command_that_does_nothing_s": round(bare_s, 3),
+        "status_reading_s": round(read_s, 3),
+        "resume_ready_s": round(ready_s, 3),
+        "first_suggestion_s": round(first_s, 3),
+        "suggestion_s": round(later_s, 3),
+    }
+
+
+def resumed(url: str, folder: Path) -> tuple[float, float, float]:
+    """Seconds until the study is open and it is known what comes next; of the first suggestion, of one after that."""
+    from tuner.engines.base import get_engine
+    from tuner.study.controller import Controller
+    from tuner.study.planner import POLICIES
+    from tuner.study.simulated_world import world_of
+
+    began = time.perf_counter()
+    store = open_study(NAME, url)
+    data = store.data()
+    engine = get_engine(data.space.kind)
+    worker = Controller(store, engine, world_of(data.space, 1), policy=POLICIES["full"], folder=folder)
+    worker._next(worker._recover())
+    ready_s = time.perf_counter() - began
+    listed = data.space.listed()
+    proposer = Proposer(data.space, data.seed, listed)
+
+    def suggest() -> None:
+        proposer.propose(store.trials.history(), evidence_of(data), goal_of(data), costs_of(data, frozenset(), None))
+
+    first_s = timed(suggest, 1)
+    later_s = timed(suggest)
+    store.close()
+    return ready_s, first_s, later_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--candidates", type=int, default=5000)
+    parser.add_argument("--output", type=Path)
+    chosen = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with tempfile.TemporaryDirectory(prefix="spec-tuner-many-") as folder:
+        found = measure(Path(folder), chosen.candidates)
+    found["command"] = "python -m benchmarks.many_candidates " + " ".join(sys.argv[1:])
+    found["machine"] = {"cores": os.cpu_count(), "python": platform.python_version()}
+    text = json.dumps(found, indent=1) + "\n"
+    if chosen.output:
+        chosen.output.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
