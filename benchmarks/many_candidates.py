@@ -1,6 +1,6 @@
 """A study of 5,000 stored candidates, from its database: `python -m benchmarks.many_candidates --output FILE`.
 
-Seconds that `tuner status` takes (the whole command; its reading alone), that `resume` takes until it decides what comes
+Seconds that `tuner status` takes (the whole command; its reading alone), that `resume` takes until it knows what comes
 next, and that the model takes for a suggestion. The study is simulated; the database is a real SQLite file.
 """
 
