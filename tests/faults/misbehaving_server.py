@@ -58,6 +58,7 @@ MODES = [
     "smoke_infinite_count",
     "smoke_endless",
     "smoke_compressed",
+    "eats_memory",
 ]
 
 
@@ -147,6 +148,10 @@ class App:
             crash(RuntimeError("CUDA error: no kernel image is available for execution on the device"))
         if mode == "three_processes":
             crash(RuntimeError("the scheduler is gone"))
+        if mode == "eats_memory":
+            held = []
+            while True:
+                held.append(bytearray(os.urandom(1 << 20)))
         if mode in ("half_built", "half_built_and_floods"):
             try:
                 self.engine.head.draft()

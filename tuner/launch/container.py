@@ -183,14 +183,17 @@ def _state(entry: dict[str, Any]) -> State:
 
 
 def _seconds(text: str) -> float:
-    """An RFC 3339 time as seconds since the epoch; 0 when it is none. Runtimes write nanoseconds."""
+    """An RFC 3339 time as seconds since the epoch; 0 when it is none, or that of the year 1, which means never.
+
+    Runtimes write nanoseconds.
+    """
     whole, point, rest = text.partition(".")
     digits = "".join(c for c in rest if c.isdigit() or c in "+-:Z").replace("Z", "+00:00")
     if point:
         cut = min((digits.find(sign) for sign in "+-" if sign in digits), default=len(digits))
         text = f"{whole}.{digits[:cut][:6]}{digits[cut:] or '+00:00'}"
     try:
-        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+        return max(0.0, datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp())
     except ValueError:
         return 0.0
 
@@ -205,6 +208,9 @@ def remove(runtime: str, container: str, gone_s: float = 20.0) -> bool:
     """Kills and removes at once. Whether it is gone."""
 
     def gone() -> bool:
+        if runtime == "podman":
+            # Its `rm` gives a container that runs the usual grace time first.
+            ask(runtime, "kill", container)
         answer = ask(runtime, "rm", "--force", container)
         # Without an answer nothing is known, and a container that cannot be asked for is not gone.
         return answer.status >= 0 and _missing(runtime, container)

@@ -212,7 +212,7 @@ class Server:
         # A container's runtime keeps processes of its own; what runs inside is found by the container.
         self._family = Family(process.pid, marker, lambda: log.pump_pid, adopts=container is None)
         self._notes = NoteBook(marker, self._family.key)
-        self._oom_kills = kernel.oom_kills()
+        self._oom_kills = kernel.oom_kills(everywhere=container is not None)
         self._looking = threading.Lock()
         self._ended = threading.Event()
         self._looker = threading.Thread(target=self._look_on, daemon=True, name="look-at-server")
@@ -578,7 +578,7 @@ class Server:
             symptom=symptom,
             seen=seen,
             own_rules=self.record.log_rules,
-            kernel_oom=kernel.oom_kills() > self._oom_kills,
+            kernel_oom=kernel.oom_kills(everywhere=container is not None) > self._oom_kills,
             started=logs.read(self.log_path, 0, self._ready_at, _LOG_LIMIT)
             if phase == "bench" and self._ready_at
             else "",
