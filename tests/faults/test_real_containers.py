@@ -133,7 +133,10 @@ def test_a_server_that_ends_in_a_real_container_is_noticed_at_once(box: Runtime,
 
 @pytest.mark.slow
 def test_a_kill_from_inside_or_by_somebody_is_not_held_against_the_candidate(box: Runtime, launch: Launch) -> None:
-    for end in (lambda s: os.kill(s._container.state().pid, signal.SIGKILL), lambda s: box.ask("kill", s._container.id)):
+    for end in (
+        lambda s: os.kill(s._container.state().pid, signal.SIGKILL),
+        lambda s: box.ask("kill", s._container.id),
+    ):
         server = ready(launch(record(box, "healthy")))
         end(server)
         failure = server.failure(wait_s=5)

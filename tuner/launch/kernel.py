@@ -23,7 +23,9 @@ def _own() -> int | None:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return None
-    groups = {kind: path.lstrip("/") for kind, path in (line.split(":", 2)[1:] for line in lines if line.count(":") > 1)}
+    groups = {
+        kind: path.lstrip("/") for kind, path in (line.split(":", 2)[1:] for line in lines if line.count(":") > 1)
+    }
     if "" in groups and (found := _counter(_CGROUPS / groups[""] / "memory.events")) is not None:
         return found
     return _counter(_CGROUPS / "memory" / groups["memory"] / "memory.oom_control") if "memory" in groups else None
