@@ -41,13 +41,14 @@ CONTENDERS: dict[str, dict[str, object]] = {
     "hybrid by batch": {"speculation": "hybrid", "num_steps": 5, "topk": 1, "steps_by_batch": "1:5,4:3,8:2,16:0"},
     "hybrid, off above 4": {"speculation": "hybrid", "num_steps": 3, "topk": 1, "disable_batch_threshold": 4},
 }
-_RESET = {"spec_version": "v1", "policy": "fixed", "steps_by_batch": None, "disable_batch_threshold": None}
+_RESET = {"topk": 1, "spec_version": "v1", "policy": "fixed", "steps_by_batch": None, "disable_batch_threshold": None}
 
 
 def run(core: Core, settings: dict[str, object], prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
     """Decode the prompts together, after switching; figures of the time when all of them decode."""
     core.prefix.flush()
-    reconfigure(core, {**_RESET, **settings})
+    steps = int(str(settings.get("num_steps", 0)))  # a tree says itself how many tokens it drafts
+    reconfigure(core, {**_RESET, "num_steps": steps, "num_draft_tokens": steps + 1, **settings})
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     for rid, prompt in enumerate(prompts):
         core.scheduler.submit(Submit(rid, tuple(prompt), params))
