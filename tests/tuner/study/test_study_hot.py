@@ -33,7 +33,7 @@ def run(folder: Path, machine: HotMachine | None = None, *overrides: str, policy
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("hot"))
+    return run(tmp_path_factory.mktemp("hot"), policy=Policy(pairs=4, fewest=99))  # to the end of the space
 
 
 def test_the_whole_space_is_searched_in_one_launch_for_each_value_of_the_cold_setting(done):
