@@ -110,7 +110,7 @@ class Trainer:
                 raise InvalidConfig(f"{self._checkpoint} is of an earlier version's optimiser; name another folder")
             self._weights, self.averaged = state["weights"], state["averaged"]
             self.progress = Progress(**state["progress"])
-            self._optimiser = HeadOptimiser(self._weights, self.recipe.head_rate)
+            self._optimiser = HeadOptimiser(self._weights, self.recipe.head_rate, self._embedding.dtype)
             self._optimiser.load_state_dict(state["optimiser"])
             log.info("resumed at %d response tokens", self.progress.tokens)
             return
@@ -123,7 +123,7 @@ class Trainer:
                 break
         self._weights = start(self.shape, ridge.solve(), self._final_norm(), self._kept_head, self.recipe.seed)
         self.averaged = {name: w.clone() for name, w in self._weights.items()}
-        self._optimiser = HeadOptimiser(self._weights, self.recipe.head_rate)
+        self._optimiser = HeadOptimiser(self._weights, self.recipe.head_rate, self._embedding.dtype)
         log.info("ridge start on %d positions: %s", ridge.positions, self._measure())
 
     def run(self, conversations: Sequence[Conversation], tick: Callable[[Progress], None], save_every_s: float) -> None:

@@ -17,22 +17,28 @@ _COEFFICIENTS = 3.4445, -4.775, 2.0315  # of the quintic iteration, which has th
 _ITERATIONS = 5
 
 
-def orthogonalised(matrix: Tensor) -> Tensor:
-    """[m, n] with its singular values brought near one (0.7 to 1.2), its singular vectors kept; zeros stay zeros."""
+def orthogonalised(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[m, n] with its singular values brought near one (0.7 to 1.2), its singular vectors kept; zeros stay zeros.
+
+    `dtype` is that of the products; the result has the matrix's own.
+    """
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.t() if tall else matrix
-    x = x / x.norm().clamp_min(1e-7)
+    x = (x / x.norm().clamp_min(1e-7)).to(dtype)
     for _ in range(_ITERATIONS):
         gram = x @ x.t()
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.t() if tall else x
+    return (x.t() if tall else x).to(matrix.dtype)
 
 
 class Muon(torch.optim.Optimizer):
     """For matrices alone. The root mean square of a step's elements is 0.2 `lr`, about what Adam's is."""
 
-    def __init__(self, matrices: Iterable[Tensor], momentum: float = 0.95) -> None:
+    def __init__(
+        self, matrices: Iterable[Tensor], momentum: float = 0.95, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._dtype = dtype
         super().__init__(matrices, {"lr": 0.0, "momentum": momentum})
 
     @torch.no_grad()
@@ -46,21 +52,21 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(matrix)
                 momentum = state["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
-                direction = orthogonalised(matrix.grad.lerp(momentum, group["momentum"]))
+                direction = orthogonalised(matrix.grad.lerp(momentum, group["momentum"]), self._dtype)
                 matrix.add_(direction, alpha=-group["lr"] * 0.2 * max(matrix.shape) ** 0.5)
 
 
 class HeadOptimiser:
     """All weights of a head, float32: Muon for the layer's matrices, Adam for its norms and its output layer."""
 
-    def __init__(self, weights: Mapping[str, Tensor], head_rate: float) -> None:
-        """`head_rate`: the output layer's learning rate, as a share of the others'."""
+    def __init__(self, weights: Mapping[str, Tensor], head_rate: float, dtype: torch.dtype = torch.float32) -> None:
+        """`head_rate`: the output layer's learning rate, as a share of the others'; `dtype`: of Muon's products."""
         for weight in weights.values():
             weight.requires_grad_(True)
         self._weights = list(weights.values())
         vectors = [w for w in self._weights if w.dim() == 1]
         groups = [{"params": vectors, "share": 1.0}, {"params": [weights["lm_head"]], "share": head_rate}]
-        self._muon = Muon([w for name, w in weights.items() if w.dim() == 2 and name != "lm_head"])
+        self._muon = Muon([w for name, w in weights.items() if w.dim() == 2 and name != "lm_head"], dtype=dtype)
         self._adam = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     def zero_grad(self) -> None:
