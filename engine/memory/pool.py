@@ -28,6 +28,9 @@ class KVPool:
         self._k = torch.empty(shape, dtype=dtype, device=device)
         self._v = torch.empty(shape, dtype=dtype, device=device)
         self._per_layer = [(self._k[i], self._v[i]) for i in range(layers)]
+        # Copied by numpy on the host: torch wakes its OpenMP threads for a few rows (see `rows_of`).
+        parts = (self._k, self._v) if self._k.device.type == "cpu" else ()
+        self._on_host = [_slots(part) for part in parts]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [slots, G, D]."""
@@ -40,6 +43,10 @@ class KVPool:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots (int64 [n]) in all layers; sources are read before any target is written."""
+        for part in self._on_host:
+            part[:, target.numpy()] = part[:, source.numpy()]
+        if self._on_host:
+            return
         source, target = source.to(self._k.device), target.to(self._k.device)
         self._k[:, target] = self._k[:, source]
         self._v[:, target] = self._v[:, source]
@@ -48,6 +55,12 @@ class KVPool:
     def nbytes(self) -> int:
         """Size in bytes when all of it has been touched."""
         return self._k.nbytes + self._v.nbytes
+
+
+def _slots(part: Tensor) -> np.ndarray:
+    """The same memory as [layers, slots], each element all bytes of a slot."""
+    whole = part.view(torch.uint8).numpy().reshape(*part.shape[:2], -1)
+    return whole.view(f"V{whole.shape[2]}")[:, :, 0]
 
 
 class Pages:

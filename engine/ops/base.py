@@ -179,6 +179,28 @@ class Ops(Protocol):
         """Of float32 [R, V]: int64 [R], the first of equals; -1 for a row that holds a NaN."""
         ...
 
+    def choose(
+        self,
+        logits: Tensor,
+        temperature: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        coin: np.ndarray,
+        min_p: np.ndarray,
+    ) -> np.ndarray:
+        """One token per row of float32 logits [R, V] on the host; int64 [R], -1 where a row holds a NaN.
+
+        Per row: temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; `coin` in [0, 1) picks from the
+        cumulative weights, by token id where all tokens stand, else from the likeliest down. min_p, then top_k, then
+        top_p, each of what the one before has left.
+        """
+        ...
+
+    def likeliest(self, logits: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of float32 [R, V] the `count` likeliest tokens of each row, best first: log-probabilities, float64
+        [R, count], and indices, int64; NaN scores for a row that holds one."""
+        ...
+
 
 def causal_view(tokens: Tensor, page_table: Tensor, page_size: int) -> View:
     """One request's whole prompt with an empty cache, its pages in row 0: for tests and one-off forwards."""

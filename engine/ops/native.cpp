@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "choose.hpp"
 #include "linear.hpp"
 #include "numbers.hpp"
 #include "pool.hpp"
@@ -247,30 +248,6 @@ int attention_any(const T* q, int64_t q_stride, const T* k, const T* v, const in
   return 1;
 }
 
-// The index of the largest logit of each row (the first of equals); -1 where a row holds a NaN.
-void argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* out) {
-  parallel(rows, 1, [&](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; ++r) {
-      const float* row = logits + r * vocab;
-      float high = -std::numeric_limits<float>::infinity();
-      int64_t bad = 0;
-#pragma omp simd reduction(max : high) reduction(+ : bad)
-      for (int64_t i = 0; i < vocab; ++i) {
-        high = row[i] > high ? row[i] : high;
-        bad += row[i] != row[i];
-      }
-      int64_t at = -1;
-      if (bad == 0)
-        for (int64_t i = 0; i < vocab; ++i)
-          if (row[i] == high) {
-            at = i;
-            break;
-          }
-      out[r] = at;
-    }
-  });
-}
-
 #if defined(__AMX_BF16__)
 
 constexpr int kTile = 16;      // rows of a tile, and columns of its float results
@@ -497,6 +474,27 @@ void st_pack_groups(int kind, const uint8_t* numbers, const uint16_t* scale, con
 ST_TYPED(f32, float)
 ST_TYPED(bf16, uint16_t)
 
-void st_argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* out) { argmax(logits, rows, vocab, out); }
+void st_argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* out) {
+  parallel(rows, 1, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r)
+      out[r] = largest(logits + r * vocab, vocab);
+  });
+}
+
+void st_choose(const float* logits, int64_t rows, int64_t vocab, const double* temperature, const int64_t* top_k,
+               const double* top_p, const double* coin, const double* min_p, int64_t* out) {
+  parallel(rows, 1, [&](int64_t first, int64_t last) {
+    thread_local Scratch scratch;
+    for (int64_t r = first; r < last; ++r)
+      out[r] = draw(logits + r * vocab, vocab, {temperature[r], top_p[r], coin[r], min_p[r], top_k[r]}, scratch);
+  });
+}
+
+void st_likeliest(const float* logits, int64_t rows, int64_t vocab, int k, double* scores, int64_t* index) {
+  parallel(rows, 1, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r)
+      likeliest(logits + r * vocab, vocab, k, scores + r * k, index + r * k);
+  });
+}
 
 } // extern "C"

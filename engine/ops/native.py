@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from engine.ops.grouped import KINDS, GroupedWeight, quantize
 from engine.ops.reference import ReferenceOps
 
 _SOURCE = Path(__file__).with_name("native.cpp")
-_HEADERS = ("lanes.hpp", "layers.hpp", "linear.hpp", "numbers.hpp", "pool.hpp", "shared.hpp")
+_HEADERS = ("choose.hpp", "lanes.hpp", "layers.hpp", "linear.hpp", "numbers.hpp", "pool.hpp", "shared.hpp")
 _FLAGS = (
     *("-O3", "-std=c++20", "-fPIC", "-pthread", "-fopenmp-simd", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
@@ -59,6 +60,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_attention": (_I32, (_P, _I64, _P, _P, _P, _I64, _I32, *(_P,) * 6, _I64, _I32, _I32, _I32, _P)),
     "st_forward": (_I32, (_P, _P, _P, _P, _P, _I64, _P)),
     "st_argmax": (None, (_P, _I64, _I64, _P)),
+    "st_choose": (None, (_P, _I64, _I64, *(_P,) * 6)),
+    "st_likeliest": (None, (_P, _I64, _I64, _I32, _P, _P)),
     "st_shared_bytes": (_I64, (_I64, _I64)),
     "st_shared_open": (_P, (_P, _I32, _I32, _I64, _I64, _I32)),
     "st_shared_close": (None, (_P,)),
@@ -293,6 +296,35 @@ class NativeOps:
         out = torch.empty(logits.shape[0], dtype=torch.int64)
         self._lib.st_argmax(logits.data_ptr(), logits.shape[0], logits.shape[1], out.data_ptr())
         return out
+
+    def choose(
+        self,
+        logits: Tensor,
+        temperature: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        coin: np.ndarray,
+        min_p: np.ndarray,
+    ) -> np.ndarray:
+        """See `Ops.choose`."""
+        rows, vocab = logits.shape
+        out = np.empty(rows, dtype=np.int64)
+        kinds = (np.float64, np.int64, np.float64, np.float64, np.float64)
+        each = [
+            np.ascontiguousarray(values, dtype=kind)
+            for values, kind in zip((temperature, top_k, top_p, coin, min_p), kinds, strict=True)
+        ]
+        logits = logits.contiguous()
+        self._lib.st_choose(logits.data_ptr(), rows, vocab, *(values.ctypes.data for values in each), out.ctypes.data)
+        return out
+
+    def likeliest(self, logits: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Ops.likeliest`."""
+        rows, vocab = logits.shape
+        scores, index = np.empty((rows, count)), np.empty((rows, count), dtype=np.int64)
+        logits = logits.contiguous()
+        self._lib.st_likeliest(logits.data_ptr(), rows, vocab, count, scores.ctypes.data, index.ctypes.data)
+        return scores, index
 
 
 class _Packed:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.ops import sampling
 from engine.ops.base import Fused, Linear, Stack, View
 from engine.ops.grouped import KINDS, GroupedWeight, grouped_linear, quantize
 
@@ -106,3 +108,22 @@ class ReferenceOps:
         """See `Ops.argmax`."""
         best = logits.argmax(-1)
         return torch.where(logits.isnan().any(-1), -1, best)
+
+    def choose(
+        self,
+        logits: Tensor,
+        temperature: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        coin: np.ndarray,
+        min_p: np.ndarray,
+    ) -> np.ndarray:
+        """See `Ops.choose`."""
+        greedy = self.argmax(logits).numpy()
+        return sampling.choose(logits, greedy, temperature, top_k, top_p, coin, min_p)
+
+    def likeliest(self, logits: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Ops.likeliest`."""
+        top = logits.topk(count, dim=-1)
+        scores = top.values.double() - logits.logsumexp(-1, keepdim=True)
+        return scores.cpu().numpy(), top.indices.cpu().numpy()

@@ -6,8 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.ops.base import Ops
-
 _FIRST_LOOK = 1024
 """Candidates sorted first for top-p; the whole row is sorted only where their mass falls short."""
 
@@ -31,20 +29,17 @@ def coins(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def choose(
-    ops: Ops,
     logits: Tensor,
+    greedy: np.ndarray,
     temperature: np.ndarray,
     top_k: np.ndarray,
     top_p: np.ndarray,
     coin: np.ndarray,
-    min_p: np.ndarray | None = None,
+    min_p: np.ndarray,
 ) -> np.ndarray:
-    """One token per row of float32 logits [R, V]; int64 [R], -1 where a row holds a NaN.
-
-    Per row: temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; `coin` in [0, 1) decides.
-    """
-    floor = None if min_p is None or not min_p.any() else torch.from_numpy(min_p).log()
-    chosen = ops.argmax(logits).numpy()
+    """`Ops.choose` in torch, given each row's argmax (-1 where it holds a NaN)."""
+    floor = torch.from_numpy(min_p).log() if min_p.any() else None
+    chosen = greedy.copy()
     sampled = (temperature > 0) & (top_k != 1) & (chosen >= 0)
     whole = ((top_k == 0) | (top_k >= logits.shape[1])) & (top_p >= 1.0)
     # Each kind by itself: a row must be chosen the same way whatever else is in the batch.

@@ -140,10 +140,8 @@ class Eagle3Drafter:
 
     def _best(self, x: Tensor, topk: int) -> tuple[np.ndarray, np.ndarray]:
         """Log-probabilities and target ids of the K likeliest tokens of each row, best first."""
-        logits = self._head.logits(x)
-        top = logits.topk(topk, dim=-1)
-        scores = top.values - logits.logsumexp(-1, keepdim=True)
-        return scores.cpu().numpy().astype(np.float64), self._head.hot[top.indices.cpu()].numpy()
+        scores, index = self._ops.likeliest(self._head.logits(x), topk)
+        return scores, self._head.hot[torch.from_numpy(index)].numpy()
 
     def _view(
         self,

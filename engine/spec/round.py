@@ -23,7 +23,7 @@ from engine.memory.pool import KVPool, Pages
 from engine.model.llama import Llama
 from engine.ops.base import View, rows_of
 from engine.ops.rejection import keep_or_sample, probabilities
-from engine.ops.sampling import KEEP_STREAM, REST_STREAM, choose, coins
+from engine.ops.sampling import KEEP_STREAM, REST_STREAM, coins
 from engine.request import Request
 from engine.spec.accept import Accepted, accept, ancestor_mask
 from engine.spec.base import Asked, Drafter, DraftTree, Seen
@@ -257,7 +257,7 @@ class SpecRound:
         top_p = per_node([s.top_p for s in sampling], np.float64)
         min_p = per_node([s.min_p for s in sampling], np.float64)
         coin = coins(seeds, position)
-        chosen = choose(self._model.ops, logits, temperature, top_k, top_p, coin, min_p)
+        chosen = self._model.ops.choose(logits, temperature, top_k, top_p, coin, min_p)
         for proposal in tree.proposals:
             above = tree.parent[proposal.nodes]
             sound = chosen[above] >= 0

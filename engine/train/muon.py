@@ -35,9 +35,7 @@ def orthogonalised(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor
 class Muon(torch.optim.Optimizer):
     """For matrices alone. The root mean square of a step's elements is 0.2 `lr`, about what Adam's is."""
 
-    def __init__(
-        self, matrices: Iterable[Tensor], momentum: float = 0.95, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, matrices: Iterable[Tensor], momentum: float = 0.95, dtype: torch.dtype = torch.float32) -> None:
         self._dtype = dtype
         super().__init__(matrices, {"lr": 0.0, "momentum": momentum})
 

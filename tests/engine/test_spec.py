@@ -8,15 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 from engine.build import Core, build
 from engine.config import DRAFTERS, EngineConfig, SpecConfig, tree_capacity
-from engine.ops.reference import ReferenceOps
-from engine.ops.sampling import choose, coins, distribution
 from engine.scheduler.lane import InlineLane
 from engine.spec.accept import accept, ancestor_mask
 from engine.spec.base import Asked, DraftTree, Seen, joined, registered
@@ -79,87 +75,6 @@ def test_the_mask_is_reachability(shape: list[list[tuple[int, int]]]) -> None:
                 seen.add(node - first)
                 node = tree.parent[node]
             assert set(np.flatnonzero(matrix[i - first]).tolist()) == seen
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    temperature=st.floats(0.1, 3.0),
-    top_k=st.integers(0, 12),
-    top_p=st.floats(0.05, 1.0),
-    min_p=st.just(0.0) | st.floats(0.0, 0.9),
-    seed=st.integers(0, 2**20),
-)
-def test_a_coin_picks_the_token_at_its_place_in_the_distribution(
-    temperature: float, top_k: int, top_p: float, min_p: float, seed: int
-) -> None:
-    logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(seed))
-    n = 400
-    chosen = choose(
-        ReferenceOps(),
-        logits.expand(n, -1),
-        np.full(n, temperature),
-        np.full(n, top_k),
-        np.full(n, top_p),
-        (np.arange(n) + 0.5) / n,
-        np.full(n, min_p),
-    )
-    exact = distribution(logits[0], temperature, top_k, top_p, min_p).numpy()
-    share = np.bincount(chosen, minlength=10) / n
-    # Evenly spread coins hit each token in proportion to its probability, to within one coin at either end. Where
-    # top-p falls on a cumulative sum to the last bit, one token more or less is right as well.
-    if top_k != 1:
-        assert np.abs(share - exact).max() < 2.5 / n + 1e-9 or np.abs(share - exact).sum() < 0.02
-
-
-def test_top_p_beyond_the_first_look_sorts_the_whole_row() -> None:
-    logits = torch.zeros(1, 5000)
-    chosen = choose(
-        ReferenceOps(),
-        logits.expand(2, -1),
-        np.ones(2),
-        np.zeros(2, dtype=int),
-        np.full(2, 0.9),
-        np.array([0.0, 0.9999]),
-    )
-    assert chosen[1] not in (chosen[0], -1)
-
-
-def test_a_row_is_chosen_the_same_way_whatever_else_is_in_the_batch() -> None:
-    logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(2))
-    rng = np.random.default_rng(2)
-    temperature, coin = rng.choice([0.0, 0.7, 1.5], 40), rng.random(40)
-    top_k, top_p = rng.choice([0, 1, 7], 40), rng.choice([1.0, 0.8], 40)
-    together = choose(ReferenceOps(), logits, temperature, top_k, top_p, coin)
-    for i in range(40):
-        row = slice(i, i + 1)
-        alone = choose(ReferenceOps(), logits[row], temperature[row], top_k[row], top_p[row], coin[row])
-        assert alone[0] == together[i]
-
-
-@pytest.mark.parametrize("temperature", [5e-324, 1e-307, 1e-300, 1e-9])
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_a_tiny_temperature_is_greedy(temperature: float, top_p: float) -> None:
-    logits = torch.randn(6, 300)
-    n = len(logits)
-    chosen = choose(
-        ReferenceOps(),
-        logits,
-        np.full(n, temperature),
-        np.zeros(n, dtype=int),
-        np.full(n, top_p),
-        np.linspace(0, 0.99, n),
-    )
-    assert chosen.tolist() == logits.argmax(-1).tolist()
-
-
-def test_coins_are_uniform_and_depend_on_seed_and_position() -> None:
-    at = np.arange(20_000, dtype=np.uint64)
-    coin = coins(np.full_like(at, 7), at)
-    assert chisquare(np.histogram(coin, bins=50, range=(0, 1))[0]).pvalue > 1e-4
-    assert (coin != coins(np.full_like(at, 8), at)).all()
-    neighbours = coins(at, np.zeros_like(at))
-    assert chisquare(np.histogram(neighbours, bins=50, range=(0, 1))[0]).pvalue > 1e-4
-    assert abs(np.corrcoef(coin[:-1], coin[1:])[0, 1]) < 0.03
 
 
 SPECS = {

@@ -22,7 +22,6 @@ from engine.build import Core, build  # noqa: E402
 from engine.config import EngineConfig, SpecConfig  # noqa: E402
 from engine.ops.base import View  # noqa: E402
 from engine.ops.reference import ReferenceOps  # noqa: E402
-from engine.ops.sampling import choose  # noqa: E402
 from engine.ops.triton import attention, tokens  # noqa: E402
 from engine.ops.triton.attention import Tiling  # noqa: E402
 from engine.ops.triton.ops import TritonOps  # noqa: E402
@@ -162,7 +161,7 @@ def test_a_coin_picks_the_token_that_the_host_would_pick() -> None:
     logits[7, 100] = float("nan")
     temperature, coin = draw.choice([0.3, 1.0, 2.0], 40), draw.random(40)
     coin[:2] = 0.0, 1 - 2**-53
-    wanted = choose(ReferenceOps(), logits.cpu(), temperature, np.zeros(40, int), np.ones(40), coin)
+    wanted = ReferenceOps().choose(logits.cpu(), temperature, np.zeros(40, int), np.ones(40), coin, np.zeros(40))
     device = (torch.from_numpy(values).to(DEVICE) for values in (temperature, coin))
     assert tokens.sample(logits, *device).tolist() == wanted.tolist()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from torch import Tensor
 
 from engine.ops.base import Fused, Linear, Stack, View
@@ -77,6 +78,22 @@ class TritonOps:
         if not logits.is_cuda and not INTERPRETED:
             return self._reference.argmax(logits)  # logits that were brought to the host
         return tokens.argmax(logits)
+
+    def choose(
+        self,
+        logits: Tensor,
+        temperature: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        coin: np.ndarray,
+        min_p: np.ndarray,
+    ) -> np.ndarray:
+        """See `Ops.choose`."""
+        return self._reference.choose(logits, temperature, top_k, top_p, coin, min_p)
+
+    def likeliest(self, logits: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Ops.likeliest`."""
+        return self._reference.likeliest(logits, count)
 
 
 def _bucket(count: int) -> int:
