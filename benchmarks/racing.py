@@ -23,7 +23,7 @@ from tuner.space import parse_space
 from tuner.study.data import StudyData
 from tuner.study.decide import recommendation
 from tuner.study.in_memory import simulate
-from tuner.study.planner import POLICIES
+from tuner.study.policy import POLICIES
 
 SPACE = """
 name: racing

@@ -27,7 +27,7 @@ from tuner.judge.verdict import overall_log_ratios
 from tuner.space import Space, parse_space
 from tuner.study.decide import recommendation
 from tuner.study.in_memory import simulate
-from tuner.study.planner import POLICIES
+from tuner.study.policy import POLICIES
 from tuner.study.score import weights
 
 SPACE = """

@@ -29,7 +29,7 @@ from tuner.launch.reap import marked, reap
 from tuner.launch.server import LaunchLimits, Server
 from tuner.launch.settle import settle
 from tuner.study.data import Budget
-from tuner.study.planner import Policy
+from tuner.study.policy import Policy
 from tuner.study.session import current_fingerprint
 from tuner.study.store import create_study
 

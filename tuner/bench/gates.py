@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy import stats
 
 from tuner.bench.machine import Surroundings
 from tuner.bench.recount import Recount
@@ -206,6 +205,8 @@ def _machine_gates(seen: Surroundings) -> list[Gate]:
 
 def half_drift(series: Sequence[float]) -> float:
     """|second half - first half| / mean where the halves differ significantly, else 0."""
+    from scipy import stats
+
     data = np.asarray(series, dtype=float)
     half = len(data) // 2
     first, second = data[:half], data[-half:]

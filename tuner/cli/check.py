@@ -18,10 +18,10 @@ def command(
     """Validate a space file: every problem at once, with its line and the nearest valid name."""
     from tuner.bench.prompts import doubts, load_prompts
     from tuner.study.calibrate import known_pairs
-    from tuner.study.controller import described
-    from tuner.study.planner import POLICIES, planned_pairs
+    from tuner.study.policy import POLICIES, planned_pairs
     from tuner.study.preflight import preflight, refuse
     from tuner.study.session import current_fingerprint, read_space
+    from tuner.study.words import described
 
     space = read_space(file, tuple(overrides or ()), profile)
     listed = space.listed()

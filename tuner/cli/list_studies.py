@@ -48,12 +48,12 @@ def command(storage: options.Storage = None) -> None:
             f"{found.launches_used}/{data.budget.launches}",
             str(len(data.measured)),
             data.space.model,
-            _best(best.score.value) if best else "–",
+            _best(best.value) if best else "–",
         )
     Console(width=None if Console().is_terminal else 160).print(table)
 
 
 def _best(value: float) -> str:
-    from tuner.study.controller import change
+    from tuner.study.words import change
 
     return change(value)

@@ -198,7 +198,7 @@ def conclude(
     from tuner.study.address import option
     from tuner.study.decide import pareto_set, recommendation
     from tuner.study.hot import saving
-    from tuner.study.race import looks_saved
+    from tuner.study.looks import looks_saved
 
     where = option(storage)
     found = recommendation(data)

@@ -9,38 +9,40 @@ from tuner.cli import options
 from tuner.cli.console import duration, say
 
 if TYPE_CHECKING:
-    from tuner.study.data import StudyData
+    from tuner.study.glance import Glance
     from tuner.study.lease import Sign
+    from tuner.study.store import StudyStore
 
 
 def command(study: options.Study, storage: options.Storage = None) -> None:
     """Show counts per state and failure class, the incumbent, and the time spent and left."""
     from contextlib import closing
 
-    from tuner.study.controller import change, described
-    from tuner.study.decide import pareto_set
+    from tuner.study.glance import glance
     from tuner.study.lease import working_since
     from tuner.study.names import check_name
-    from tuner.study.race import OUT
     from tuner.study.store import open_study
-    from tuner.study.summary import summary
+    from tuner.study.words import change, described
 
     with closing(open_study(check_name(study), storage)) as store:
-        data = store.data()
         workers = working_since(store.engine, store.name)
+        with store.engine.connect() as connection:
+            data = glance(connection, store.name, store.trials.outline(), working=bool(workers))
+        pareto = _pareto_set(store) if data.space["objective"]["maximize"] == "pareto" else ""
         now = store.clock()
-    found = summary(data, working=bool(workers))
+    found = data.summary
     state: str = data.state
     if state == "running" and not workers:
         state = "killed; go on with tuner resume " + study
-    say(f"study:       {data.name} ({data.space.profile} profile, seed {data.seed})")
+    say(f"study:       {data.name} ({data.space['profile']} profile, seed {data.seed})")
     first = f", by process {workers[0].holder.pid} on {workers[0].holder.host}" if workers else ""
     others = len(workers) - 1
     more_of_them = f" and {others} other worker{'s' * (others != 1)}" if others > 0 else ""
     say(f"state:       {state}{first}{more_of_them}")
     if data.reason and data.state != "running":
         say(f"             {data.reason}")
-    say(f"model:       {data.space.model} on {data.space.kind}, concurrency {', '.join(map(str, data.levels))}")
+    levels = ", ".join(map(str, data.space["workload"]["concurrency"]))
+    say(f"model:       {data.space['engine']['model']} on {data.space['engine']['kind']}, concurrency {levels}")
     say(f"trials:      {_counts(found.trials)}")
     more = f" (and {found.interrupted} interrupted)" if found.interrupted else ""
     say(f"launches:    {found.launches_used} of {data.budget.launches}{more}")
@@ -48,30 +50,37 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
     say(f"blocks:      {found.blocks} valid, {found.invalid_blocks} not")
     if found.looks:
         say(f"race:        {found.looks}")
-    for trial in [t for t in data.measured if t.why.startswith(OUT)][-3:]:
-        say(f"             {described(data.candidates[trial.candidate_id])}: {trial.why}")
+    for trial in data.out:
+        say(f"             {described(data.settings[trial.candidate_id])}: {trial.why}")
     if found.incumbent is not None:
         best = found.incumbent
-        say(f"incumbent:   {described(best.candidate)}: {change(best.score.value)} in the search, unconfirmed")
-    if data.space.objective.maximize == "pareto":
-        named = ["the baseline" if one == data.baseline.id else one for one in pareto_set(data)]
-        say(f"pareto set:  {', '.join(named)}, as far as confirmation pairs tell")
+        say(f"incumbent:   {described(best.candidate)}: {change(best.value)} in the search, unconfirmed")
+    if pareto:
+        say(pareto)
     for line in _places(data, workers, now):
         say(line)
     left = f", about {duration(found.left_s)} left" if found.left_s and data.state != "done" else ""
     say(f"time:        {duration(found.elapsed_s)} with a server{left}")
-    for event in data.events[-5:]:
-        if event.message:
-            say(f"  {event.kind}: {event.message}")
+    for kind, message in data.events:
+        if message:
+            say(f"  {kind}: {message}")
 
 
-def _places(data: StudyData, workers: Sequence[Sign], now: float) -> Iterator[str]:
+def _pareto_set(store: StudyStore) -> str:
+    """The line that names it; its verdicts need every record."""
+    from tuner.study.decide import pareto_set
+
+    data = store.data()
+    named = ["the baseline" if one == data.baseline.id else one for one in pareto_set(data)]
+    return f"pareto set:  {', '.join(named)}, as far as confirmation pairs tell"
+
+
+def _places(data: Glance, workers: Sequence[Sign], now: float) -> Iterator[str]:
     """One line a place: what it has measured, and what is known of its worker."""
-    from tuner.study.controller import described
-    from tuner.study.places import shares
+    from tuner.study.words import described
 
     alive = {each.place.name: each for each in workers}
-    known = {share.name: share for share in shares(data)}
+    known = {share.name: share for share in data.places}
     for name in sorted({*alive, *known}):
         share, sign = known.get(name), alive.get(name)
         parts = []
@@ -81,8 +90,8 @@ def _places(data: StudyData, workers: Sequence[Sign], now: float) -> Iterator[st
         if sign is not None:
             parts.append(f"process {sign.holder.pid} at work, lease renewed {duration(max(0.0, sign.age_s))} ago")
             if share is not None and share.now is not None:
-                candidate = data.candidates.get(share.now)
-                other = candidate is not None and share.now != data.baseline.id
+                candidate = data.settings.get(share.now)
+                other = candidate is not None and share.now != data.baseline
                 parts.append(f"now: {described(candidate) if candidate and other else 'the baseline'}")
         elif share is not None:
             parts.append(f"no worker; last heard of {duration(max(0.0, now - share.last_at))} ago")

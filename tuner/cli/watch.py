@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tuner.cli.console import duration
-from tuner.study.controller import change, described
 from tuner.study.data import Slot, StudyData
 from tuner.study.progress import Event, Observer, Silent
 from tuner.study.summary import Summary, summary
+from tuner.study.words import change, described
 
 REFRESH_PER_S = 1
 """Drawing takes CPU time that the measured server could have: once a second is enough for an eye."""
@@ -117,7 +117,7 @@ class LiveDisplay(Silent):
     def _figures(self, table: Table, data: StudyData, found: Summary) -> None:
         best = found.incumbent
         if best is not None:
-            said = f"{described(best.candidate)}: {change(best.score.value)} in the search, unconfirmed"
+            said = f"{described(best.candidate)}: {change(best.value)} in the search, unconfirmed"
             table.add_row("incumbent", said)
         used = f"{found.launches_used} of {data.budget.launches} launches, {len(data.measured)} candidates"
         failed = f", {sum(found.failures.values())} failed" if found.failures else ""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from tuner.judge.intervals import ALPHA, MIN_PAIRS, PAIR_SD_FLOOR, block_variance
 from tuner.judge.verdict import detectable_gain
@@ -96,6 +95,8 @@ def calibrate(windows: Sequence[Window], weights: Mapping[int, float], *, gain: 
     Raises:
         ValueError: fewer launches, or a level without a window in one of them.
     """
+    from scipy import stats
+
     launches = sorted({window.launch for window in windows})
     if len(launches) < MIN_PAIRS:
         raise ValueError(f"{len(launches)} launches; at least {MIN_PAIRS} are needed")

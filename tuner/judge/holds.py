@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scipy import stats
-
 from tuner.judge.intervals import ALPHA, SERIES_SD_FLOOR
 from tuner.judge.verdict import PRACTICAL
 
@@ -51,6 +49,8 @@ def level_holds(
 
     A prediction interval for the mean of the new blocks (Student's t), with 1 % on top: less is worth no step.
     """
+    from scipy import stats
+
     logs = [math.log(rate) for rate in recorded]
     mean = math.fsum(logs) / len(logs)
     new = math.fsum(math.log(rate) for rate in measured) / len(measured)

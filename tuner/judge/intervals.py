@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy import optimize, stats
 
 MIN_PAIRS = 4
 """Fewer give no interval: with three pairs the t quantile alone is 4.3."""
@@ -41,6 +40,8 @@ def t_interval(log_ratios: Sequence[float], confidence: float) -> Interval:
 
     The ratio of two throughputs has no natural direction and multiplies, hence logs (Kalibera and Jones 2013).
     """
+    from scipy import stats
+
     data = np.asarray(log_ratios, dtype=float)
     if data.size < 2:
         raise ValueError("an interval needs at least two values")
@@ -51,6 +52,8 @@ def t_interval(log_ratios: Sequence[float], confidence: float) -> Interval:
 
 def p_above(log_ratios: Sequence[float], threshold: float) -> float:
     """One-sided p-value of the hypothesis that the mean is at most `threshold`; 1 under `MIN_PAIRS` values."""
+    from scipy import stats
+
     data = np.asarray(log_ratios, dtype=float)
     if data.size < MIN_PAIRS:
         return 1.0
@@ -74,6 +77,8 @@ def detectable_effect(sd: float, n: int, *, alpha: float = ALPHA, power: float =
 @lru_cache(maxsize=1024)
 def _standardised(n: int, alpha: float, power: float) -> float:
     """The noncentrality at which the test of `n` pairs has this power."""
+    from scipy import optimize, stats
+
     critical = float(stats.t.ppf(1 - alpha / 2, n - 1))
 
     def short_of(noncentrality: float) -> float:

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from scipy import stats
-
 from tuner.judge.intervals import ALPHA, MIN_PAIRS
 from tuner.judge.recommend import percent
 from tuner.judge.text import settings_line, verdict_phrase
@@ -175,6 +173,8 @@ def differences(first: StudyView, second: StudyView) -> tuple[Difference, ...]:
 
 
 def _difference(candidate_id: str, level: int, first: Sequence[float], second: Sequence[float]) -> Difference:
+    from scipy import stats
+
     a, b = [math.log(r) for r in first], [math.log(r) for r in second]
     ratio = math.exp(sum(b) / len(b) - sum(a) / len(a))
     low = high = None

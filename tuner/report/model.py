@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from scipy import stats
 
 from tuner.judge.intervals import ALPHA
 from tuner.search.evidence import complete
@@ -36,6 +35,8 @@ def expected(data: StudyData, candidates: Sequence[str]) -> Mapping[str, tuple[E
     The model has seen every valid block of the study, those of the candidate too: where it lies off the points, they
     are not as speculation usually behaves.
     """
+    from scipy import stats
+
     known = evidence_of(data).measured
     measured = {one.candidate.id: one.candidate for one in known}
     if len(measured) < LEAST_CANDIDATES or data.baseline.id not in measured:

@@ -14,9 +14,10 @@ from tuner.report.importance import Effect, Importance, effects, importances
 from tuner.report.model import Expected, expected
 from tuner.study.data import Confirmation, StudyData
 from tuner.study.decide import level_verdicts, pareto_set, recommendation, verdicts_of
+from tuner.study.looks import OUT
 from tuner.study.places import PlaceShare, shares
-from tuner.study.planner import launches_used, policy_of
-from tuner.study.race import OUT
+from tuner.study.planner import launches_used
+from tuner.study.policy import policy_of
 from tuner.study.score import level_ratios, weights
 
 Standing = Literal[

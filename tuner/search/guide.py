@@ -20,6 +20,7 @@ from tuner.records import Candidate
 from tuner.search.evidence import Evidence, Measurement, complete
 from tuner.search.feasible import Feasibility
 from tuner.search.surrogate import Catalogue, Surrogate, spread
+from tuner.search.threads import one_thread
 
 LOOKED_AT = 250
 """Candidates whose uncertainty is worked out: those that are expected to be fastest, and as many drawn evenly."""
@@ -142,7 +143,10 @@ class Guide:
 
         Before anything is measured the first that may work is as good as any.
         """
-        costs = costs or Costs()
+        with one_thread():
+            return self._suggest(evidence, tried, goal, costs or Costs())
+
+    def _suggest(self, evidence: Evidence, tried: Collection[str], goal: Goal, costs: Costs) -> Suggestion | None:
         free = [i for i, one in enumerate(self.candidates) if one.id not in tried]
         if costs.stay:
             free = [i for i in free if costs.reaches(self.candidates[i].settings)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -47,7 +46,6 @@ from tuner.study.planner import (
     Done,
     Launch,
     Measure,
-    Policy,
     Step,
     Stop,
     TakeOver,
@@ -61,6 +59,7 @@ from tuner.study.planner import (
     slot_state,
     to_measure,
 )
+from tuner.study.policy import Policy
 from tuner.study.probe import NoAnswer, Probe, check
 from tuner.study.progress import Event, Observer, Silent
 from tuner.study.quality import ANSWERS, JUDGED, VETO, wanted
@@ -69,6 +68,7 @@ from tuner.study.sampler import PATIENCE, Proposal, Proposer, draw_untried
 from tuner.study.schedule import scheduled
 from tuner.study.score import FAILED, ILLEGAL, Score, score
 from tuner.study.store import AlreadyMeasured, StudyStore
+from tuner.study.words import change, described
 from tuner.study.world import RunningServer, StopReport, World
 
 HOST = "127.0.0.1"
@@ -358,7 +358,7 @@ class Controller:
         self._asked_of = seen
         if scheduled(data, lambda one: illegal(data.space, self.engine, one) is None) is not None:
             return data
-        why = self._proposer.fruitless(self.store.trials.history(), evidence_of(data), goal_of(data))
+        why = self._proposer.fruitless(_tried(data), evidence_of(data), goal_of(data))
         if not why:
             return data
         self._event(FRUITLESS, why)
@@ -443,8 +443,8 @@ class Controller:
             return Proposal(by_batch, {}, {}), False
         launch = data.launch[step.within] if step.within is not None else None
         costs = costs_of(data, self._hot, launch, stay=step.only)
-        history = self.store.trials.history()
-        proposal = self._proposer.propose(history, evidence_of(data), goal_of(data), costs, fixed)
+        history = self.store.trials.history
+        proposal = self._proposer.propose(_tried(data), history, evidence_of(data), goal_of(data), costs, fixed)
         stray = step.only and step.within is not None and not self._in_reach(data, step.within, proposal.candidate)
         running = {trial.candidate_id for trial in data.trials if trial.running}
         stray = stray or proposal.candidate.id in running
@@ -942,11 +942,6 @@ def block_seed(study_seed: int, slot: Slot, level: int) -> int:
     return int.from_bytes(digest[:4], "big")
 
 
-def described(candidate: Candidate) -> str:
-    """A candidate in one line."""
-    return " ".join(f"{name}={value}" for name, value in candidate.settings.items()) or "no settings"
-
-
-def change(log_ratio: float) -> str:
-    """A log ratio as a signed percentage."""
-    return f"{100 * (math.exp(log_ratio) - 1):+.1f} %".replace("-", "−")
+def _tried(data: StudyData) -> list[str]:
+    """The candidates of the trials, by number."""
+    return [trial.candidate_id for trial in data.trials]

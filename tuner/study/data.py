@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.records import Candidate, Failure, LaunchRecord, Pair, Role, Setting, StoredBlock, Verdict
-from tuner.space import Space
+
+if TYPE_CHECKING:
+    from tuner.space import Space
 
 TrialKind = Literal["baseline", "measured", "duplicate", "illegal", "known_crash", "out_of_launches", "imported"]
 ReconfigurationState = Literal["asked", "in_effect", "failed"]

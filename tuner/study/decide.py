@@ -14,7 +14,8 @@ from tuner.records import Choice, Pair, Recommendation, Verdict
 from tuner.study.data import StudyData
 from tuner.study.goodput import composites
 from tuner.study.places import place_differences
-from tuner.study.planner import disqualified, policy_of
+from tuner.study.planner import disqualified
+from tuner.study.policy import policy_of
 from tuner.study.quality import notes as quality_notes
 from tuner.study.quality import refused
 from tuner.study.score import weights

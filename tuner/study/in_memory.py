@@ -16,19 +16,8 @@ from tuner.space import Space
 from tuner.study.controller import HOST
 from tuner.study.data import Budget, Confirmation, Reconfiguration, Slot, StoredLaunch, StoredTrial, StudyData
 from tuner.study.hot import reachable
-from tuner.study.planner import (
-    POLICIES,
-    Begin,
-    Confirm,
-    Done,
-    Launch,
-    Measure,
-    Policy,
-    Tell,
-    next_step,
-    share_of_window,
-    to_measure,
-)
+from tuner.study.planner import Begin, Confirm, Done, Launch, Measure, Tell, next_step, share_of_window, to_measure
+from tuner.study.policy import POLICIES, Policy
 from tuner.study.score import score
 
 

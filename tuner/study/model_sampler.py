@@ -85,14 +85,15 @@ class ModelSampler(optuna.samplers.BaseSampler):
     ) -> dict[str, Any]:
         """Chooses the candidate; its values are told as they are asked for."""
         before = [one for one in study.get_trials(deepcopy=False) if one.number < trial.number]
-        if (chosen := self.choose(before)) is not None:
+        tried = [one.user_attrs.get("candidate") or candidate_of(self.space, one).id for one in before]
+        evidence = self.evidence() if self.evidence is not None else evidence_of_trials(self.space, before)
+        if (chosen := self.choose(tried, evidence)) is not None:
             self._answers[trial.number] = chosen.values
         return {}
 
-    def choose(self, before: Sequence[optuna.trial.FrozenTrial]) -> Listed | None:
-        """The candidate for the trial that comes after these; None where nothing untried is left."""
-        tried = {one.user_attrs.get("candidate") or candidate_of(self.space, one).id for one in before}
-        evidence = self.evidence() if self.evidence is not None else evidence_of_trials(self.space, before)
+    def choose(self, before: Sequence[str], evidence: Evidence) -> Listed | None:
+        """The candidate for the trial that comes after those of these ones; None where nothing untried is left."""
+        tried = frozenset(before)
         costs = self.costs()
         universe, guide = self._universe, self._guide
         if universe is None or guide is None:

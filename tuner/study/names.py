@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from tuner.errors import UsageError
-from tuner.space import nearest
 
 STUDIES = Path("studies")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -55,6 +54,8 @@ def local_studies() -> list[str]:
 
 def unknown_study(name: str, known: list[str], where: str) -> UsageError:
     """There is no such study: with the nearest name."""
+    from tuner.space import nearest
+
     close = nearest(name, known)
     hint = f" Did you mean '{close}'?" if close else f" There: {', '.join(known)}." if known else ""
     return UsageError(f"there is no study '{name}' in {where}.{hint}")

@@ -5,28 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
-from tuner.judge.places import Difference, differences
 from tuner.study.data import StudyData
+
+if TYPE_CHECKING:
+    from tuner.judge.places import Difference
 
 
 @dataclass(frozen=True)
-class PlaceShare:
-    """What was done at one place.
+class PlaceWork:
+    """How much was done at one place.
 
-    `baseline` is the median of its baseline's tokens per second by concurrency; `last_at` the time (Unix) of the last
-    thing that is known of it; `now` the candidate whose server it is at, None where none runs.
+    `last_at` is the time (Unix) of the last thing that is known of it; `now` the candidate whose server it is at, None
+    where none runs.
     """
 
     name: str
     launches: int
-    candidates: int
     blocks: int
     pairs: int
     failures: int
-    baseline: Mapping[int, float]
     last_at: float
     now: str | None
+
+
+@dataclass(frozen=True)
+class PlaceShare(PlaceWork):
+    """What was done there; `baseline` is the median of its baseline's tokens per second by concurrency."""
+
+    candidates: int
+    baseline: Mapping[int, float]
 
 
 def shares(data: StudyData) -> tuple[PlaceShare, ...]:
@@ -61,6 +70,8 @@ def _share(data: StudyData, name: str) -> PlaceShare:
 
 def place_differences(data: StudyData) -> list[Difference]:
     """Finalists whose speed-ups in the confirmation differ between places."""
+    from tuner.judge.places import differences
+
     ratios: dict[tuple[str, int], dict[str, list[float]]] = {}
     for pair in data.pairs:
         if pair.role == "confirm":

@@ -16,7 +16,7 @@ from tuner.study.data import StudyData
 from tuner.study.effect import Effects
 from tuner.study.engine import StudyEngine, hot_settings, illegal
 from tuner.study.hot import LEAST_ROW, MOST_ROW, cold_part
-from tuner.study.planner import POLICIES, Policy, planned_pairs
+from tuner.study.policy import POLICIES, Policy, planned_pairs
 from tuner.study.score import BASELINE_EVERY
 
 STARTUP_S = 60.0

@@ -20,6 +20,7 @@ from tuner.launch.kinds import KINDS
 from tuner.records import Failure, Gate
 from tuner.study.data import Confirmation, Slot, StoredLaunch, StoredTrial, StudyData
 from tuner.study.hot import Running, baseline_slot, fresh_baseline, given_up, group, has_baseline, row, served
+from tuner.study.policy import Policy, planned_pairs
 from tuner.study.quality import refused
 from tuner.study.race import looks_due, race
 from tuner.study.score import BASELINE_EVERY, score
@@ -38,60 +39,6 @@ is drawn from there. After twice as many the search leaves that launch, for they
 
 _ASKED_TO_END = frozenset((-1, -2, -15, 129, 130, 143))
 """Exit statuses of SIGHUP, SIGINT and SIGTERM, which somebody sends; the kernel sends SIGKILL."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The constants of a profile.
-
-    Args:
-        pairs: pairs of blocks per finalist and level in the confirmation.
-        environment_retries: launches repeated when the machine was at fault, before the study stops.
-        candidate_retries: launches repeated after a failure of the candidate's that may be chance.
-        spare_pairs: pairs measured beyond `pairs`, and beyond the budget, in place of those whose gates failed.
-        block_attempts: measurements of one block, within a launch, until it passes its gates. Where the machine is
-            to blame, `environment_retries` launches more try once each.
-        max_finalists: candidates confirmed in one round.
-        max_idle_trials: proposals in a row that need no launch before the search ends.
-        same_failures: candidates in a row that fail alike before the study stops, while none has ever been measured.
-        same_failures_later: the same once one has: a setting that never works, and is tried again and again, is then
-            the likelier reason, and the search learns to leave it.
-        interruptions: launches of one candidate in a row that ended because the tuner did, without a new block.
-        no_gain: candidates in a row that bring no gain worth having, after which more search is not expected to pay.
-        fewest: candidates that work, before the model of the search is believed that more cannot pay.
-        look: share of a block's window that the first look at a candidate takes; the rest is measured of those alone
-            that can still win. 0: every block is whole.
-    """
-
-    pairs: int = 4
-    environment_retries: int = 2
-    candidate_retries: int = 1
-    spare_pairs: int = 2
-    block_attempts: int = 3
-    max_finalists: int = 3
-    max_idle_trials: int = 50
-    same_failures: int = 3
-    same_failures_later: int = 8
-    interruptions: int = 3
-    no_gain: int = 20
-    fewest: int = 8
-    look: float = 0.0
-
-
-POLICIES = {"short": Policy(pairs=4), "full": Policy(pairs=8, look=1 / 3)}
-"""The windows of `short` are as short as gates allow; half of them would be warmed up for as long as it lasts."""
-
-CONFIRM_SHARE = 3
-"""Pairs that a calibration asks for beyond the profile's take at most 2 of so many launches of the budget."""
-
-
-def policy_of(data: StudyData) -> Policy:
-    """The constants of a study: its profile's, with the pairs that a calibration found when the study began."""
-    policy = POLICIES[data.space.profile]
-    pairs = data.fingerprint.get("pairs")
-    if not isinstance(pairs, int):
-        return policy
-    return replace(policy, pairs=min(pairs, max(policy.pairs, data.budget.launches // CONFIRM_SHARE)))
 
 
 @dataclass(frozen=True)
@@ -538,11 +485,6 @@ def level_order(data: StudyData, slot: Slot) -> tuple[int, ...]:
 def launches_used(data: StudyData) -> int:
     """Launches that count against the budget: all but those that ended because the tuner itself did."""
     return sum(launch.state not in ("interrupted", "imported") for launch in data.launches)
-
-
-def planned_pairs(launches: int, policy: Policy) -> int:
-    """Pairs that a budget leaves room for beside the baseline and one candidate."""
-    return max(0, min(policy.pairs, (launches - 2) // 2))
 
 
 def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int = 1) -> str | None:

@@ -14,13 +14,8 @@ from dataclasses import dataclass
 from tuner.judge.racing import Figure, breaks, cannot_beat, level_figure, overall_figure
 from tuner.records import Pair, StoredBlock
 from tuner.study.data import Slot, StoredTrial, StudyData
+from tuner.study.looks import ENOUGH, OUT, looks_saved
 from tuner.study.score import score, weights
-
-OUT = "out of the race"
-"""How the reason of a candidate begins that ended early."""
-
-ENOUGH = 6
-"""Candidates that were looked at, before it is weighed whether looks save time."""
 
 
 @dataclass(frozen=True)
@@ -29,26 +24,6 @@ class Race:
 
     levels: tuple[int, ...]
     why: str = ""
-
-
-@dataclass(frozen=True)
-class LooksSaved:
-    """What first looks have brought: candidates that were looked at, those that left the race, and seconds saved.
-
-    Blocks that were not measured are a gain, the second warm-up of those that were a cost.
-    """
-
-    looked_at: int
-    left: int
-    saved_s: float
-
-    @property
-    def sentence(self) -> str:
-        """For a person; "" where nobody was looked at."""
-        if not self.looked_at:
-            return ""
-        saved = f"about {self.saved_s / 60:.1f} minutes saved" if self.saved_s > 0 else "no time saved"
-        return f"{self.left} of {self.looked_at} candidates left the race after a short look: {saved}"
 
 
 def has_race(data: StudyData) -> bool:
@@ -69,28 +44,6 @@ def looks_pay(data: StudyData) -> bool:
     """Whether looks have saved more than they took, as far as this study can tell yet."""
     found = looks_saved(data)
     return found.looked_at < ENOUGH or found.saved_s > 0
-
-
-def looks_saved(data: StudyData) -> LooksSaved:
-    """What first looks have brought so far."""
-    looked = left = 0
-    saved = 0.0
-    whole = [b.block for b in data.blocks.values() if b.role == "screen" and b.candidate_id == data.baseline.id]
-    usual_s = math.fsum(block.window_s for block in whole) / len(whole) if whole else 0.0
-    for trial in data.measured:
-        looks = data.by_slot.get(trial.slot.look, ())
-        if trial.running or not looks:
-            continue
-        looked += 1
-        left += trial.why.startswith(OUT)
-        again = {b.concurrency for b in data.by_slot.get(trial.slot, ())}
-        for block in looks:
-            took_s = block.block.warmup_s + block.block.window_s
-            if block.concurrency not in again and trial.constraints.get("launch", 1.0) <= 0:
-                saved += max(0.0, usual_s - block.block.window_s)
-            elif block.concurrency in again:
-                saved -= block.block.warmup_s if block.block.valid else took_s
-    return LooksSaved(looked, left, saved)
 
 
 def race(data: StudyData, slot: Slot, dropped: Collection[str] = ()) -> Race:

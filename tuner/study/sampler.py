@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import random
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import optuna
 
 from tuner.records import Candidate
 from tuner.search.evidence import Evidence
 from tuner.search.guide import NEARLY, Costs, Goal, Suggestion, pays
 from tuner.space import Listed, Space
-from tuner.study.model_sampler import ModelSampler
-
-# Grouped TPE and constraints are what the search is built on; that Optuna still calls them experimental is known.
-warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-optuna.logging.set_verbosity(optuna.logging.WARNING)
+from tuner.study.model_sampler import ModelSampler, evidence_of_trials
+from tuner.study.quiet_optuna import optuna
 
 STARTUP_TRIALS = 8
 GENERATION = 12
@@ -73,11 +67,6 @@ def seed_of(study_seed: int, number: int) -> int:
     return int.from_bytes(digest[:4], "big")
 
 
-def facts(sampler: str) -> dict[str, Any]:
-    """What a study keeps of its sampler. Another one would go on with its trials, but would not have made them."""
-    return {"name": sampler, "version": 1, "seed": "study seed / trial number"}
-
-
 class Proposer:
     """Makes the proposals of a study. It keeps only what follows from the space; all else is an argument.
 
@@ -109,16 +98,18 @@ class Proposer:
 
     def propose(
         self,
-        history: Sequence[optuna.trial.FrozenTrial],
+        tried: Sequence[str],
+        history: Callable[[], Sequence[optuna.trial.FrozenTrial]],
         evidence: Evidence | None = None,
         goal: Goal | None = None,
         costs: Costs | None = None,
         fixed: Mapping[str, Any] | None = None,
     ) -> Proposal:
-        """The proposal for trial `len(history)`, given all trials before it.
+        """The proposal for trial `len(tried)`, given all trials before it.
 
         Args:
-            history: the trials.
+            tried: the candidates of the trials, by number.
+            history: the trials as Optuna has them, for its own samplers: reading them takes time.
             evidence: the blocks behind them; None: only their values are known.
             goal: what is wanted; None: what the space says of its levels.
             costs: what trying a candidate costs now, and which server runs: how the model weighs a launch.
@@ -127,24 +118,25 @@ class Proposer:
         """
         left: Listed | None = None
         if self._model is not None:
-            self._tell_model(self._model, evidence, goal, costs)
-            left = self._model.choose(history)
+            self._tell_model(self._model, goal, costs)
+            known = evidence if evidence is not None else evidence_of_trials(self.space, history())
+            left = self._model.choose(tried, known)
         elif self.space.sampler == "exhaustive" and self.universe is not None:
-            tried = {trial.user_attrs.get("candidate") for trial in history}
-            left = next((listed for i, listed in self.universe.items() if i not in tried), None)
+            seen = frozenset(tried)
+            left = next((listed for i, listed in self.universe.items() if i not in seen), None)
         if left is not None:
             return proposal_of(self.space, left)
-        sampler = self._sampler(len(history))
+        sampler = self._sampler(len(tried))
         if fixed:
             sampler = optuna.samplers.PartialFixedSampler(dict(fixed), sampler)
         study = optuna.create_study(direction="maximize", sampler=sampler)
-        study.add_trials(history)
+        study.add_trials(history())
         trial = study.ask()
         candidate = self.space.suggest(trial)
         attrs = study.get_trials(deepcopy=False)[-1].system_attrs
         return Proposal(candidate, trial.params, trial.distributions, dict(attrs))
 
-    def fruitless(self, history: Sequence[optuna.trial.FrozenTrial], evidence: Evidence, goal: Goal) -> str:
+    def fruitless(self, tried: Sequence[str], evidence: Evidence, goal: Goal) -> str:
         """Why more search cannot pay, in a sentence; "" while it can, or where the sampler does not know.
 
         The model has to say so twice: now, and without the candidate that was measured last.
@@ -157,18 +149,15 @@ class Proposer:
             if not known.measured:
                 return ""
             # At equal cost for all: what it would be worth, not what it is worth by the minute.
-            self._tell_model(self._model, known, goal, Costs(launch_s=0.0))
-            if self._model.choose(history) is None or pays(self._model.last):
+            self._tell_model(self._model, goal, Costs(launch_s=0.0))
+            if self._model.choose(tried, known) is None or pays(self._model.last):
                 return ""
         return (
             f"more search cannot pay: of no untried candidate does the model expect a gain of {100 * NEARLY:.1f} % or "
             "more over the best so far, and without the latest candidate it said the same"
         )
 
-    def _tell_model(
-        self, model: ModelSampler, evidence: Evidence | None, goal: Goal | None, costs: Costs | None
-    ) -> None:
-        model.evidence = (lambda: evidence) if evidence is not None else None
+    def _tell_model(self, model: ModelSampler, goal: Goal | None, costs: Costs | None) -> None:
         if goal is not None:
             model.goal = lambda: goal
         model.costs = (lambda: costs) if costs is not None else Costs

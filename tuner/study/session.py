@@ -28,14 +28,15 @@ from tuner.study.names import check_name, local_studies, study_folder
 from tuner.study.notify import message, notify
 from tuner.study.place import Place, hostname, measuring, network_filesystem
 from tuner.study.plan import Plan, Timing, plan, timing_of
-from tuner.study.planner import launches_used, policy_of
+from tuner.study.planner import launches_used
+from tuner.study.policy import policy_of
 from tuner.study.postgres import patient
 from tuner.study.probe import HttpProbe
 from tuner.study.progress import Event, Observer
-from tuner.study.sampler import facts, seed_of
+from tuner.study.sampler import seed_of
 from tuner.study.score import BASELINE_EVERY
 from tuner.study.simulated_world import Clock, SimulatedWorld, virtual
-from tuner.study.store import StudyStore, create_study, open_study, study_exists
+from tuner.study.store import StudyStore, create_study, open_study, sampler_facts, study_exists
 from tuner.study.turn import turn
 from tuner.study.world import Machine, World, api_key
 
@@ -140,7 +141,7 @@ def changes(data: StudyData, space: Space, now: Mapping[str, Any]) -> list[str]:
     then = data.fingerprint
     if then.get("engine_version") != now["engine_version"]:
         found.append(f"engine version: was {then.get('engine_version')}, is now {now['engine_version']}")
-    if data.sampler and dict(data.sampler) != (sampler := facts(space.sampler)):
+    if data.sampler and dict(data.sampler) != (sampler := sampler_facts(space.sampler)):
         found.append(f"sampler: was {dict(data.sampler)}, is now {sampler}")
     old, new = then.get("hardware", {}), now["hardware"]
     for key in new:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 from sqlalchemy import Engine
@@ -23,7 +23,6 @@ from tuner.records import (
     Verdict,
     short_hash,
 )
-from tuner.space import Space
 from tuner.study import tables as t
 from tuner.study.address import shown
 from tuner.study.data import (
@@ -40,12 +39,23 @@ from tuner.study.data import (
 )
 from tuner.study.database import finite, open_database
 from tuner.study.names import local_studies, sqlite_file, storage_url, unknown_study
-from tuner.study.sampler import facts
 from tuner.study.trials import Trials
+
+if TYPE_CHECKING:
+    from tuner.space import Space
+
+
+MOST_NAMED = 200
+"""Rows that a statement names one by one; of more it reads all."""
 
 
 class AlreadyMeasured(RuntimeError):
     """A valid block of this candidate, level, role and repetition is stored; the second one was refused."""
+
+
+def sampler_facts(sampler: str) -> dict[str, Any]:
+    """What a study keeps of its sampler. Another one would go on with its trials, but would not have made them."""
+    return {"name": sampler, "version": 1, "seed": "study seed / trial number"}
 
 
 class StudyStore:
@@ -56,6 +66,10 @@ class StudyStore:
         self.name = name
         self.trials = trials
         self.clock = clock
+        self._cache: dict[str, dict[Any, Any]] = {}
+        self._space: tuple[Any, Space] | None = None
+        self._last: StudyData | None = None
+        self._there: set[str] = set()
 
     def close(self) -> None:
         """Gives the connections back."""
@@ -65,34 +79,41 @@ class StudyStore:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def data(self) -> StudyData:
-        """Everything, as plain records."""
+        """Everything, as plain records; the same object while nothing has changed.
+
+        What can no longer change (blocks, launches that have ended, candidates, events, finished trials) is read once.
+        """
         with self.engine.connect() as connection:
             row = connection.execute(sa.select(t.studies).where(t.studies.c.name == self.name)).one()
-            launches = connection.execute(self._of(t.launches).order_by(t.launches.c.id)).all()
-            blocks = connection.execute(self._of(t.blocks).order_by(t.blocks.c.id)).all()
-            candidates = connection.execute(self._of(t.candidates)).all()
+            places = {row.launch: row.place for row in self._younger(connection, t.launch_places)}
+            launches = self._launches(connection, places)
+            blocks = self._blocks(connection)
+            candidates = self._kept(connection, t.candidates, lambda c: Candidate(c.settings))
+            events = self._kept(connection, t.events, lambda e: StoredEvent(e.id, e.at, e.kind, e.message))
             confirmations = connection.execute(self._of(t.confirmations).order_by(t.confirmations.c.round)).all()
             verdicts = connection.execute(self._of(t.verdicts).order_by(t.verdicts.c.id)).all()
-            events = connection.execute(self._of(t.events).order_by(t.events.c.id)).all()
             quality = self._younger(connection, t.quality)
             changed = self._younger(connection, t.reconfigurations)
-            places = {row.launch: row.place for row in self._younger(connection, t.launch_places)}
             imports = self._younger(connection, t.imports)
             abandoned = [(row.round, row.repetition) for row in self._younger(connection, t.abandoned)]
-        return StudyData(
+        from tuner.space import Space
+
+        if self._space is None or self._space[0] != row.space:
+            self._space = (row.space, Space.from_dict(row.space))
+        found = StudyData(
             name=row.name,
             uid=row.uid,
             created_at=row.created_at,
             state=row.state,
             reason=row.reason,
             seed=row.seed,
-            space=Space.from_dict(row.space),
+            space=self._space[1],
             fingerprint=row.fingerprint,
             budget=Budget(**row.budget),
-            candidates={c.id: Candidate(c.settings) for c in candidates},
+            candidates=candidates,
             trials=self.trials.all(),
-            launches=tuple(_launch(launch, places.get(launch.id, "")) for launch in launches),
-            blocks={b.id: _block(b, order) for order, b in enumerate(blocks)},
+            launches=launches,
+            blocks=blocks,
             confirmations=tuple(
                 Confirmation(
                     c.round,
@@ -105,12 +126,61 @@ class StudyStore:
                 for c in confirmations
             ),
             verdicts=tuple(Verdict(**v.verdict) for v in verdicts),
-            events=tuple(StoredEvent(e.id, e.at, e.kind, e.message) for e in events),
+            events=tuple(events[number] for number in sorted(events)),
             sampler=row.sampler,
             quality={(q.candidate, q.kind): q.facts for q in quality},
             reconfigurations=tuple(_reconfiguration(each) for each in changed),
             imports=tuple(Import(i.source, i.candidate, i.state, i.why, i.value) for i in imports),
         )
+        if self._last is None or found != self._last:
+            self._last = found
+        return self._last
+
+    def _kept(self, connection: sa.Connection, table: sa.Table, make: Callable[[Any], Any]) -> dict[Any, Any]:
+        """The rows of a table by id, as records; those that were read before are not read again."""
+        before = self._cache.get(table.name, {})
+        ids = list(connection.execute(sa.select(table.c.id).where(table.c.study == self.name)).scalars())
+        fresh = {row.id: make(row) for row in self._named(connection, table, [i for i in ids if i not in before])}
+        found = {i: before[i] if i in before else fresh[i] for i in ids if i in before or i in fresh}
+        self._cache[table.name] = found
+        return found
+
+    def _named(self, connection: sa.Connection, table: sa.Table, ids: Sequence[Any]) -> Sequence[Any]:
+        """The rows with these ids, and with many of them all rows."""
+        if not ids:
+            return ()
+        chosen = self._of(table)
+        return connection.execute(chosen.where(table.c.id.in_(ids)) if len(ids) <= MOST_NAMED else chosen).all()
+
+    def _launches(self, connection: sa.Connection, places: Mapping[int, str]) -> tuple[StoredLaunch, ...]:
+        """All launches in order. Of one that has ended nothing changes but whether it is forgiven."""
+        c = t.launches.c
+        query = sa.select(c.id, c.ended_at, c.forgiven, c.state).where(c.study == self.name).order_by(c.id)
+        rows = connection.execute(query).all()
+        before: dict[int, StoredLaunch] = self._cache.get(t.launches.name, {})
+
+        def known(row: Any) -> bool:
+            one = before.get(row.id)
+            now = (row.ended_at, row.forgiven, row.state, places.get(row.id, ""))
+            return one is not None and one.ended_at is not None and now == (
+                one.ended_at, one.forgiven, one.state, one.place
+            )  # fmt: skip
+
+        stale = [row.id for row in rows if not known(row)]
+        fresh = {each.id: _launch(each, places.get(each.id, "")) for each in self._named(connection, t.launches, stale)}
+        found = {row.id: fresh.get(row.id) or before[row.id] for row in rows}
+        self._cache[t.launches.name] = found
+        return tuple(found.values())
+
+    def _blocks(self, connection: sa.Connection) -> dict[int, StoredBlock]:
+        """All blocks by id, in order of time."""
+        found = self._kept(connection, t.blocks, lambda row: _block(row, 0))
+        placed = {}
+        for order, number in enumerate(sorted(found)):
+            one = found[number]
+            placed[number] = one if one.order == order else replace(one, order=order)
+        self._cache[t.blocks.name] = placed
+        return placed
 
     def state(self) -> StudyState:
         """What the study is doing; `data` has everything."""
@@ -137,8 +207,11 @@ class StudyStore:
 
     def _younger(self, connection: sa.Connection, table: sa.Table) -> Sequence[Any]:
         """The rows of a table that older databases lack."""
-        known = sa.inspect(connection).has_table(table.name)
-        return connection.execute(self._of(table).order_by(*table.primary_key.columns)).all() if known else ()
+        if table.name not in self._there:
+            if not sa.inspect(connection).has_table(table.name):
+                return ()
+            self._there.add(table.name)
+        return connection.execute(self._of(table).order_by(*table.primary_key.columns)).all()
 
     # -- the study --------------------------------------------------------------------------------------------------
 
@@ -575,13 +648,13 @@ def create_study(
         "space_text": space_text,
         "fingerprint": dict(fingerprint),
         "fingerprint_hash": short_hash(fingerprint),
-        "sampler": facts(space.sampler),
+        "sampler": sampler_facts(space.sampler),
         "budget": budget.to_dict(),
     }
     with engine.begin() as connection:
         if connection.execute(sa.select(t.studies.c.name).where(t.studies.c.name == name)).first() is None:
             connection.execute(sa.insert(t.studies).values(values))
-    store = StudyStore(engine, name, Trials(url, name), clock)
+    store = StudyStore(engine, name, Trials(url, name, engine), clock)
     store.put_candidate(space.baseline)
     return store
 
@@ -600,7 +673,7 @@ def open_study(name: str, storage: str | None = None, clock: Callable[[], float]
     if name not in names:
         engine.dispose()
         raise unknown_study(name, names, shown(storage) if storage else "studies/")
-    return StudyStore(engine, name, Trials(url, name), clock)
+    return StudyStore(engine, name, Trials(url, name, engine), clock)
 
 
 def study_exists(name: str, storage: str | None = None) -> bool:

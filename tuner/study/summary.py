@@ -1,24 +1,26 @@
-"""Where a study stands, in figures: a pure function of its records."""
+"""Where a study stands, in figures: a pure function of its records (`glance.py` reads the same from the database)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tuner.records import Candidate
-from tuner.study.data import StudyData
-from tuner.study.planner import launches_used, mean_launch_s, planned_pairs, policy_of
-from tuner.study.race import looks_saved
-from tuner.study.score import Score, score
+from tuner.study.data import Budget, Confirmation, StoredTrial, StudyData, StudyState
+from tuner.study.looks import looks_saved
+from tuner.study.policy import planned_pairs, policy_of
 
 
 @dataclass(frozen=True)
 class Incumbent:
-    """The best candidate of the search so far. Its figure is chosen for its luck: only a confirmation counts."""
+    """The best candidate of the search so far, with its score as it was told.
+
+    It is chosen for its luck: only a confirmation counts.
+    """
 
     candidate: Candidate
-    score: Score
+    value: float
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,11 @@ class Summary:
 
 def summary(data: StudyData, *, working: bool = True) -> Summary:
     """Where the study stands. `working`: a tuner is at it; without one, what it had begun is `unfinished`."""
-    kinds = Counter(
-        "failed" if trial.kind == "measured" and _failed(data, trial.candidate_id, trial.running) else trial.kind
-        for trial in data.trials
-        if not trial.running
-    )
-    kinds["running" if working else "unfinished"] = sum(trial.running for trial in data.trials)
+    from tuner.study.planner import launches_used
+
     failures = Counter(launch.failure.kind for launch in data.launches if launch.failure is not None)
     return Summary(
-        trials={kind: count for kind, count in kinds.items() if count},
+        trials=trial_counts(data.trials, working=working),
         failures=dict(failures),
         launches_used=launches_used(data),
         interrupted=sum(launch.state == "interrupted" for launch in data.launches),
@@ -60,30 +58,66 @@ def summary(data: StudyData, *, working: bool = True) -> Summary:
     )
 
 
-def _failed(data: StudyData, candidate_id: str, running: bool) -> bool:
-    return not running and score(data, candidate_id).constraints["launch"] > 0
+def trial_counts(trials: Iterable[StoredTrial], *, working: bool) -> dict[str, int]:
+    """Trials by kind; those that were launched and have no score are `failed`."""
+    kinds: Counter[str] = Counter()
+    for trial in trials:
+        if trial.running:
+            kinds["running" if working else "unfinished"] += 1
+        else:
+            failed = trial.kind == "measured" and trial.constraints.get("launch", 1.0) > 0
+            kinds["failed" if failed else trial.kind] += 1
+    return dict(kinds)
+
+
+def best_of(trials: Iterable[StoredTrial]) -> StoredTrial | None:
+    """The feasible trial of the search with the best value; None before there is one."""
+    feasible = [trial for trial in trials if trial.kind == "measured" and trial.feasible and trial.value is not None]
+    return max(feasible, key=lambda trial: trial.value or 0.0, default=None)
 
 
 def incumbent(data: StudyData) -> Incumbent | None:
     """The feasible candidate with the best score; None before there is one."""
-    feasible = [trial for trial in data.measured if trial.feasible and trial.value is not None]
-    best = max(feasible, key=lambda trial: trial.value or 0.0, default=None)
-    return Incumbent(data.candidates[best.candidate_id], score(data, best.candidate_id)) if best else None
+    best = best_of(data.trials)
+    return Incumbent(data.candidates[best.candidate_id], best.value or 0.0) if best else None
 
 
 def launches_left(data: StudyData) -> int:
     """Launches that are still planned, at most."""
-    if data.state == "done":
+    from tuner.study.planner import launches_used
+
+    return planned_launches(
+        data.state,
+        data.budget,
+        planned_pairs(data.budget.launches, policy_of(data)),
+        used=launches_used(data),
+        confirmed=sum(launch.slot.role == "confirm" and launch.state == "done" for launch in data.launches),
+        measured=len(data.measured),
+        confirmations=data.confirmations,
+    )
+
+
+def planned_launches(
+    state: StudyState,
+    budget: Budget,
+    pairs: int,
+    *,
+    used: int,
+    confirmed: int,
+    measured: int,
+    confirmations: Iterable[Confirmation],
+) -> int:
+    """Launches that are still planned, at most, after these."""
+    if state == "done":
         return 0
-    pairs = planned_pairs(data.budget.launches, policy_of(data))
-    confirming = sum(launch.slot.role == "confirm" and launch.state == "done" for launch in data.launches)
-    if data.confirmations:
-        return max(0, sum(c.pairs * (1 + len(c.finalists)) for c in data.confirmations) - confirming)
-    search = data.budget.launches - 2 * pairs - launches_used(data)
-    return max(0, min(search, data.budget.candidates - len(data.measured))) + 2 * pairs
+    if rounds := list(confirmations):
+        return max(0, sum(c.pairs * (1 + len(c.finalists)) for c in rounds) - confirmed)
+    return max(0, min(budget.launches - 2 * pairs - used, budget.candidates - measured)) + 2 * pairs
 
 
 def time_left_s(data: StudyData) -> float | None:
     """Seconds until the end, at the pace so far; None while no launch has ended."""
+    from tuner.study.planner import mean_launch_s
+
     each = mean_launch_s(data)
     return launches_left(data) * each if each else None

@@ -11,7 +11,7 @@ from tuner.cli.app import app
 from tuner.records import Failure
 from tuner.study.lease import acquire
 from tuner.study.place import Place, hostname
-from tuner.study.planner import POLICIES, Policy
+from tuner.study.policy import POLICIES, Policy
 from tuner.study.store import open_study
 
 

@@ -5,7 +5,7 @@ from rich.console import Console
 from tests.tuner.study.toy_study import SPACE, ToyMachine, controller, space, study
 from tuner.bench.block import BlockProgress
 from tuner.cli.watch import LiveDisplay, PlainLines
-from tuner.study.planner import Policy
+from tuner.study.policy import Policy
 
 
 def test_the_live_display_shows_candidate_block_incumbent_and_time_left(tmp_path):

@@ -15,7 +15,7 @@ from tuner.judge.calibration import MAX_PAIRS, Window, calibrate
 from tuner.space import Space, parse_space
 from tuner.study.calibrate import calibration_key, keep, known_pairs, measure_noise
 from tuner.study.in_memory import simulate
-from tuner.study.planner import policy_of
+from tuner.study.policy import policy_of
 from tuner.study.simulated_world import world_of
 
 TEXT = """

@@ -20,7 +20,7 @@ from tuner.errors import EnvironmentBroken, StudyStopped
 from tuner.records import Failure
 from tuner.study.data import Slot
 from tuner.study.decide import recommendation
-from tuner.study.planner import Policy
+from tuner.study.policy import Policy
 from tuner.study.score import PESSIMISTIC
 from tuner.study.summary import summary
 

@@ -11,7 +11,7 @@ from tests.tuner.study.toy_study import ToyMachine, controller, space, study
 from tuner.records import Failure
 from tuner.study.crash_regions import crash_region, most_crashes
 from tuner.study.crashes import CrashMemory
-from tuner.study.planner import Policy
+from tuner.study.policy import Policy
 
 SPACE = """
 name: toy

@@ -40,7 +40,7 @@ from tuner.records import Failure, LaunchRecord
 from tuner.study.controller import Controller
 from tuner.study.journal import Journal
 from tuner.study.lease import hold
-from tuner.study.planner import Policy
+from tuner.study.policy import Policy
 from tuner.study.progress import Silent
 from tuner.study.store import StudyStore
 

@@ -20,7 +20,8 @@ from tuner.study.data import Slot
 from tuner.study.decide import recommendation
 from tuner.study.hot import reachable, saving
 from tuner.study.in_memory import simulate
-from tuner.study.planner import Policy, launches_used
+from tuner.study.planner import launches_used
+from tuner.study.policy import Policy
 
 POLICY = Policy(pairs=4)
 

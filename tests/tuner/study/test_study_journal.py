@@ -9,7 +9,7 @@ from tests.tuner.study.toy_study import SPACE, ToyMachine, block, controller, sp
 from tuner.errors import EnvironmentBroken
 from tuner.study.data import Slot
 from tuner.study.journal import FILE, Entry, Journal
-from tuner.study.planner import Policy
+from tuner.study.policy import Policy
 from tuner.study.store import StudyStore
 
 POLICY = Policy(pairs=1)

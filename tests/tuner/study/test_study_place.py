@@ -18,7 +18,7 @@ from tuner.study import tables
 from tuner.study.engine import speculates
 from tuner.study.hardware import hardware
 from tuner.study.place import measuring, network_filesystem
-from tuner.study.planner import Policy
+from tuner.study.policy import Policy
 from tuner.study.progress import Silent
 from tuner.study.session import Limits, fingerprint, reopen, run_study
 from tuner.study.summary import summary

@@ -20,8 +20,8 @@ from tuner.space import parse_space
 from tuner.study.data import StudyData
 from tuner.study.decide import recommendation
 from tuner.study.in_memory import simulate
-from tuner.study.planner import POLICIES, Policy
-from tuner.study.race import OUT, looks_saved
+from tuner.study.looks import OUT, looks_saved
+from tuner.study.policy import POLICIES, Policy
 
 RACING = Policy(pairs=2, look=1 / 3)
 THE_SPACE = parse_space(SPACE, source="racing.yaml")

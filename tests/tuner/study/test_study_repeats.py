@@ -6,7 +6,7 @@ from tests.tuner.study.toy_study import SPACE, ToyMachine, controller, space, st
 from tuner.errors import StudyStopped
 from tuner.records import Failure
 from tuner.study.crashes import CrashMemory
-from tuner.study.planner import Policy
+from tuner.study.policy import Policy
 from tuner.study.score import PESSIMISTIC
 from tuner.study.signature import signature
 

@@ -21,7 +21,7 @@ from tuner.errors import StudyStopped
 from tuner.records import Failure
 from tuner.study.decide import recommendation
 from tuner.study.journal import FILE
-from tuner.study.planner import Policy
+from tuner.study.policy import Policy
 
 POLICY = Policy(pairs=1)
 SMALL = (SPACE, "budget.launches=5")

@@ -11,7 +11,8 @@ from tests.tuner.study.test_study_simulated import SPACES
 from tuner.errors import UsageError
 from tuner.space import parse_space
 from tuner.study.model_sampler import ModelSampler
-from tuner.study.planner import Policy, may_be_fruitless, search_over
+from tuner.study.planner import may_be_fruitless, search_over
+from tuner.study.policy import Policy
 from tuner.study.progress import Silent
 from tuner.study.sampler import Proposer
 from tuner.study.session import Limits, current_fingerprint, open_or_create, read_space, run_study
@@ -45,7 +46,9 @@ def test_every_sampler_proposes_the_same_again_from_the_same_history(sampler: st
         study = optuna.create_study(direction="maximize")
         for _ in range(9 if sampler == "gp" else 12):
             # A proposer of its own each time: nothing that is not in the history counts.
-            proposal = Proposer(space, 3, universe).propose(history)
+            proposal = Proposer(space, 3, universe).propose(
+                [one.user_attrs["candidate"] for one in history], history.copy
+            )
             study.add_trial(
                 optuna.trial.create_trial(
                     value=speedup(proposal.candidate.settings),

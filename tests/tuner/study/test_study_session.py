@@ -4,7 +4,7 @@ from tests.tuner.study.toy_study import SPACE, ToyMachine, controller, space
 from tuner.errors import UsageError
 from tuner.study.data import Budget
 from tuner.study.hardware import hardware
-from tuner.study.planner import Policy
+from tuner.study.policy import Policy
 from tuner.study.session import Limits, fingerprint, open_or_create
 
 MACHINE = {"cpu": "x", "cores": 2, "memory_gib": 4, "gpus": []}

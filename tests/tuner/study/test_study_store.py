@@ -14,7 +14,7 @@ from tuner.records import Verdict
 from tuner.study.data import Slot
 from tuner.study.database import LOCK_TIMEOUT_S, finite, open_database
 from tuner.study.names import check_name
-from tuner.study.planner import Policy
+from tuner.study.policy import Policy
 from tuner.study.store import AlreadyMeasured, open_study, study_exists
 
 

@@ -13,7 +13,7 @@ from tuner.records import Block, Failure, Gate, LaunchRecord, Percentiles
 from tuner.space import Space, parse_space
 from tuner.study.controller import Controller
 from tuner.study.data import Budget
-from tuner.study.planner import POLICIES, Policy
+from tuner.study.policy import POLICIES, Policy
 from tuner.study.store import StudyStore, create_study, open_study, study_exists
 
 SPACE = """
