@@ -17,14 +17,7 @@
 #include "linear.hpp"
 #include "numbers.hpp"
 #include "pool.hpp"
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-#if defined(__AMX_BF16__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "tiles.hpp"
 
 namespace {
 
@@ -229,8 +222,20 @@ int attention_any(const T* q, int64_t q_stride, const T* k, const T* v, const in
                   int page_size, const int32_t* table_row, const int32_t* row_start, const int32_t* context,
                   const uint8_t* mask, const int64_t* mask_start, const int32_t* width, int64_t requests, int q_heads,
                   int kv_heads, int dim, T* out) {
+#if defined(__AMX_BF16__)
+#define ST_TILES(D)                                                                                                    \
+  if constexpr (std::is_same_v<T, bf16> && D % kDepth == 0)                                                            \
+    if (tiles_granted()) {                                                                                             \
+      attention_tiles<D>(q, q_stride, k, v, page_table, ppr, page_size, table_row, row_start, context, mask,           \
+                         mask_start, width, requests, q_heads, kv_heads, out);                                         \
+      return 0;                                                                                                        \
+    }
+#else
+#define ST_TILES(D)
+#endif
 #define ST_CASE(D)                                                                                                     \
   case D:                                                                                                              \
+    ST_TILES(D)                                                                                                              \
     attention<T, D>(q, q_stride, k, v, page_table, ppr, page_size, table_row, row_start, context, mask, mask_start,    \
                     width, requests, q_heads, kv_heads, out);                                                          \
     return 0;
@@ -245,120 +250,9 @@ int attention_any(const T* q, int64_t q_stride, const T* k, const T* v, const in
     ST_CASE(256)
   }
 #undef ST_CASE
+#undef ST_TILES
   return 1;
 }
-
-#if defined(__AMX_BF16__)
-
-constexpr int kTile = 16;      // rows of a tile, and columns of its float results
-constexpr int kDepth = 32;     // bfloat16 values a tile row holds
-constexpr int kTileSize = 512; // bfloat16 values in a tile
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes_per_row[16] = {};
-  uint8_t rows[16] = {};
-};
-
-inline void configure_tiles() {
-  TileConfig config;
-  for (int i = 0; i < 8; ++i) {
-    config.bytes_per_row[i] = 64;
-    config.rows[i] = kTile;
-  }
-  _tile_loadconfig(&config);
-}
-
-inline void write_tile(const float* tile, int rows, int columns, const float* bias, void* out, int64_t stride,
-                       bool as_float) {
-  const __mmask16 live = static_cast<__mmask16>((1u << columns) - 1u);
-  const __m512 shift = bias ? _mm512_maskz_loadu_ps(live, bias) : _mm512_setzero_ps();
-  for (int r = 0; r < rows; ++r) {
-    const __m512 value = _mm512_add_ps(_mm512_load_ps(tile + r * kTile), shift);
-    if (as_float)
-      _mm512_mask_storeu_ps(static_cast<float*>(out) + r * stride, live, value);
-    else
-      _mm256_mask_storeu_epi16(static_cast<bf16*>(out) + r * stride, live, (__m256i)_mm512_cvtneps_pbh(value));
-  }
-}
-
-// out[M, N] = x[M, K] · W[N, K]ᵀ (+ bias), W packed by pack_bf16. Two column tiles by two row tiles at a time: each
-// weight is read once from memory, however many rows there are up to 32.
-void linear_bf16(const bf16* x, int64_t m, int64_t k, const bf16* packed, int64_t n, const float* bias, void* out,
-                 bool as_float) {
-  const int64_t depth = (k + kDepth - 1) / kDepth, column_tiles = (n + kTile - 1) / kTile;
-  const int64_t pairs = (column_tiles + 1) / 2, full = m / kTile, tail = m % kTile;
-  const bool copy_all = k % kDepth != 0;
-  const int64_t row_tiles = full + (tail != 0);
-  const int64_t copied_from = copy_all ? 0 : full;
-  // Rows that do not fill a tile, or whose length does not, are laid out with zeros behind them.
-  std::vector<bf16> padded(static_cast<size_t>((row_tiles - copied_from) * kTile * depth * kDepth), 0);
-  for (int64_t r = copied_from * kTile; r < m; ++r)
-    std::memcpy(&padded[static_cast<size_t>((r - copied_from * kTile) * depth * kDepth)], x + r * k, sizeof(bf16) * k);
-  const int64_t out_bytes = as_float ? 4 : 2;
-  const int64_t grain = std::max<int64_t>(1, pairs / (8 * pool->threads()));
-  parallel(pairs, grain, [&](int64_t first, int64_t last) {
-    configure_tiles();
-    alignas(64) float results[4][kTile * kTile];
-    for (int64_t pair = first; pair < last; ++pair) {
-      const bf16* w0 = packed + pair * 2 * depth * kTileSize;
-      const bf16* w1 = w0 + depth * kTileSize;
-      for (int64_t tile = 0; tile < row_tiles; tile += 2) {
-        const bool two = tile + 1 < row_tiles;
-        const bf16* a[2];
-        int64_t stride[2];
-        for (int i = 0; i < 2; ++i) {
-          const int64_t which = std::min(tile + i, row_tiles - 1);
-          const bool from_copy = which >= copied_from;
-          a[i] = from_copy ? &padded[static_cast<size_t>((which - copied_from) * kTile * depth * kDepth)]
-                           : x + which * kTile * k;
-          stride[i] = (from_copy ? depth * kDepth : k) * 2;
-        }
-        _tile_zero(0);
-        _tile_zero(1);
-        if (two) {
-          _tile_zero(2);
-          _tile_zero(3);
-          for (int64_t d = 0; d < depth; ++d) {
-            _tile_stream_loadd(6, w0 + d * kTileSize, 64);
-            _tile_stream_loadd(7, w1 + d * kTileSize, 64);
-            _tile_loadd(4, a[0] + d * kDepth, stride[0]);
-            _tile_loadd(5, a[1] + d * kDepth, stride[1]);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-          }
-          _tile_stored(2, results[2], 64);
-          _tile_stored(3, results[3], 64);
-        } else {
-          for (int64_t d = 0; d < depth; ++d) {
-            _tile_stream_loadd(6, w0 + d * kTileSize, 64);
-            _tile_stream_loadd(7, w1 + d * kTileSize, 64);
-            _tile_loadd(4, a[0] + d * kDepth, stride[0]);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-          }
-        }
-        _tile_stored(0, results[0], 64);
-        _tile_stored(1, results[1], 64);
-        for (int i = 0; i < (two ? 2 : 1); ++i)
-          for (int j = 0; j < 2; ++j) {
-            const int64_t row = (tile + i) * kTile, column = (pair * 2 + j) * kTile;
-            const int columns = static_cast<int>(std::min<int64_t>(kTile, n - column));
-            if (columns <= 0)
-              continue;
-            write_tile(results[i * 2 + j], static_cast<int>(std::min<int64_t>(kTile, m - row)), columns,
-                       bias ? bias + column : nullptr, static_cast<char*>(out) + (row * n + column) * out_bytes, n,
-                       as_float);
-          }
-      }
-    }
-    _tile_release();
-  });
-}
-
-#endif
 
 } // namespace
 
@@ -373,8 +267,7 @@ void st_set_threads(int threads) { pool = std::make_unique<Pool>(threads); }
 // 1 where bfloat16 linears may use matrix tiles: compiled in, and the system grants the register state.
 int st_tiles() {
 #if defined(__AMX_BF16__)
-  constexpr long request_permission = 0x1023, tile_data = 18;
-  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0 ? 1 : 0;
+  return tiles_granted() ? 1 : 0;
 #else
   return 0;
 #endif

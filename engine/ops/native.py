@@ -23,7 +23,9 @@ from engine.ops.grouped import KINDS, GroupedWeight, quantize
 from engine.ops.reference import ReferenceOps
 
 _SOURCE = Path(__file__).with_name("native.cpp")
-_HEADERS = ("choose.hpp", "lanes.hpp", "layers.hpp", "linear.hpp", "numbers.hpp", "pool.hpp", "shared.hpp")
+_HEADERS = (
+    *("choose.hpp", "lanes.hpp", "layers.hpp", "linear.hpp", "numbers.hpp", "pool.hpp", "shared.hpp", "tiles.hpp"),
+)
 _FLAGS = (
     *("-O3", "-std=c++20", "-fPIC", "-pthread", "-fopenmp-simd", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),

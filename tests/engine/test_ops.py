@@ -65,8 +65,8 @@ def make_view(rng: np.random.Generator, shape: list[tuple[int, int]], page_size:
 @given(
     shape=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 21)), min_size=1, max_size=4),
     page_size=st.sampled_from([1, 3, 16]),
-    heads=st.sampled_from([(1, 1), (6, 2), (9, 3), (4, 4)]),
-    dim=st.sampled_from([8, 64, 96]),
+    heads=st.sampled_from([(1, 1), (6, 2), (9, 3), (4, 4), (40, 1)]),
+    dim=st.sampled_from([8, 64, 96, 128]),
     dtype=st.sampled_from(DTYPES),
     trees=st.booleans(),
     seed=st.integers(0, 2**16),
@@ -120,21 +120,30 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(context=st.integers(0, 300), rows=st.integers(2, 20), dtype=st.sampled_from(DTYPES))
-def test_a_row_does_not_depend_on_the_rows_beside_it(context: int, rows: int, dtype: torch.dtype) -> None:
+@given(
+    context=st.integers(0, 300),
+    rows=st.integers(2, 20),
+    page_size=st.sampled_from([5, 16]),
+    heads=st.sampled_from([(9, 3), (4, 4), (8, 2), (14, 2), (40, 1)]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_a_row_does_not_depend_on_the_rows_beside_it(
+    context: int, rows: int, page_size: int, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
     """To the last bit: a token is verified among others and decoded alone, and both must choose alike."""
     ops = NativeOps(dtype)
-    view = make_view(np.random.default_rng(context), [(context, rows)], 16, trees=False)
-    k, v = torch.randn(2, view.page_table.numel() * 16, 3, 64).to(dtype)
-    qkv = torch.randn(rows, 15 * 64).to(dtype)
-    together = ops.attention(qkv, view, k, v, 9)
+    q_heads, kv_heads = heads
+    view = make_view(np.random.default_rng(context), [(context, rows)], page_size, trees=False)
+    k, v = torch.randn(2, view.page_table.numel() * page_size, kv_heads, 64).to(dtype)
+    qkv = torch.randn(rows, (q_heads + 2 * kv_heads) * 64).to(dtype)
+    together = ops.attention(qkv, view, k, v, q_heads)
     for i in range(rows):
         alone = replace(
             view,
             row_start=torch.tensor([0, 1], dtype=torch.int32),
             context=torch.tensor([context + i], dtype=torch.int32),
         )
-        assert torch.equal(ops.attention(qkv[i : i + 1].contiguous(), alone, k, v, 9)[0], together[i])
+        assert torch.equal(ops.attention(qkv[i : i + 1].contiguous(), alone, k, v, q_heads)[0], together[i])
 
 
 @settings(max_examples=25, deadline=None)
