@@ -64,77 +64,106 @@ inline void write_tile(const float* tile, int rows, int columns, const float* bi
   }
 }
 
+constexpr int64_t kPart = 768 * 1024; // bytes of rows, and of weights, that stay in a core's cache beside each other
+
+// Rows and pairs of column tiles that one piece of work multiplies.
+struct Pieces {
+  int64_t rows, pairs;
+};
+
+inline Pieces cut(int64_t m, int64_t pairs, int64_t depth, int threads) {
+  const int64_t row_bytes = depth * kDepth * 2, pair_bytes = 2 * depth * kTileSize * 2;
+  const int64_t shared = std::max<int64_t>(1, pairs / (8 * threads));
+  if (m * row_bytes <= 2 * kPart)
+    return {m, shared};
+  const int64_t rows = std::max<int64_t>(2 * kTile, kPart / row_bytes / (2 * kTile) * (2 * kTile));
+  const int64_t row_pieces = (m + rows - 1) / rows;
+  return {rows, std::min(std::max<int64_t>(1, kPart / pair_bytes), shared * row_pieces)};
+}
+
+// One pair of column tiles times two row tiles (a, and b if there are two).
+template <bool Two>
+void multiply_pair(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, const bf16* w0, const bf16* w1,
+                   int64_t depth) {
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (Two) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t d = 0; d < depth; ++d) {
+    _tile_stream_loadd(6, w0 + d * kTileSize, 64);
+    _tile_stream_loadd(7, w1 + d * kTileSize, 64);
+    _tile_loadd(4, a + d * kDepth, a_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (Two) {
+      _tile_loadd(5, b + d * kDepth, b_stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+}
+
 // out[M, N] = x[M, K] · W[N, K]ᵀ (+ bias), W packed by pack_bf16. Two column tiles by two row tiles at a time: each
 // weight is read once from memory, however many rows there are up to 32.
 void linear_bf16(const bf16* x, int64_t m, int64_t k, const bf16* packed, int64_t n, const float* bias, void* out,
                  bool as_float) {
   const int64_t depth = (k + kDepth - 1) / kDepth, column_tiles = (n + kTile - 1) / kTile;
-  const int64_t pairs = (column_tiles + 1) / 2, full = m / kTile, tail = m % kTile;
+  const int64_t all_pairs = (column_tiles + 1) / 2, full = m / kTile, tail = m % kTile;
   const bool copy_all = k % kDepth != 0;
   const int64_t row_tiles = full + (tail != 0);
-  const int rows = static_cast<int>(std::min<int64_t>(m, kTile)); // of a tile
+  const int tile_rows = static_cast<int>(std::min<int64_t>(m, kTile));
   const int64_t copied_from = copy_all ? 0 : full + (full == 0);
   // Rows that do not fill their tile, or whose length does not, are laid out with zeros behind them.
-  std::vector<bf16> padded(static_cast<size_t>((row_tiles - copied_from) * kTile * depth * kDepth), 0);
+  std::vector<bf16> padded(
+      static_cast<size_t>(std::max<int64_t>(0, row_tiles - copied_from) * kTile * depth * kDepth), 0);
   for (int64_t r = copied_from * kTile; r < m; ++r)
     std::memcpy(&padded[static_cast<size_t>((r - copied_from * kTile) * depth * kDepth)], x + r * k, sizeof(bf16) * k);
   const int64_t out_bytes = as_float ? 4 : 2;
-  const int64_t grain = std::max<int64_t>(1, pairs / (8 * pool->threads()));
-  parallel(pairs, grain, [&](int64_t first, int64_t last) {
-    configure_tiles(rows);
+  const auto rows_at = [&](int64_t tile) {
+    return tile >= copied_from ? &padded[static_cast<size_t>((tile - copied_from) * kTile * depth * kDepth)]
+                               : x + tile * kTile * k;
+  };
+  const auto stride_of = [&](int64_t tile) { return (tile >= copied_from ? depth * kDepth : k) * 2; };
+  const Pieces pieces = cut(m, all_pairs, depth, pool->threads());
+  const int64_t row_pieces = (m + pieces.rows - 1) / pieces.rows;
+  const int64_t pair_pieces = (all_pairs + pieces.pairs - 1) / pieces.pairs;
+  // Neighbouring pieces have the same weights.
+  parallel(row_pieces * pair_pieces, 1, [&](int64_t first_piece, int64_t last_piece) {
+    configure_tiles(tile_rows);
     alignas(64) float results[4][kTile * kTile];
-    for (int64_t pair = first; pair < last; ++pair) {
-      const bf16* w0 = packed + pair * 2 * depth * kTileSize;
-      const bf16* w1 = w0 + depth * kTileSize;
-      for (int64_t tile = 0; tile < row_tiles; tile += 2) {
-        const bool two = tile + 1 < row_tiles;
-        const bf16* a[2];
-        int64_t stride[2];
-        for (int i = 0; i < 2; ++i) {
-          const int64_t which = std::min(tile + i, row_tiles - 1);
-          const bool from_copy = which >= copied_from;
-          a[i] = from_copy ? &padded[static_cast<size_t>((which - copied_from) * kTile * depth * kDepth)]
-                           : x + which * kTile * k;
-          stride[i] = (from_copy ? depth * kDepth : k) * 2;
+    for (int64_t piece = first_piece; piece < last_piece; ++piece) {
+      const int64_t first_tile = piece % row_pieces * pieces.rows / kTile;
+      const int64_t last_tile = std::min(row_tiles, first_tile + (pieces.rows + kTile - 1) / kTile);
+      const int64_t first_pair = piece / row_pieces * pieces.pairs;
+      for (int64_t pair = first_pair; pair < std::min(all_pairs, first_pair + pieces.pairs); ++pair) {
+        const bf16* w0 = packed + pair * 2 * depth * kTileSize;
+        const bf16* w1 = w0 + depth * kTileSize;
+        for (int64_t tile = first_tile; tile < last_tile; tile += 2) {
+          const bool two = tile + 1 < last_tile;
+          const bf16* a = rows_at(tile);
+          if (two)
+            multiply_pair<true>(a, stride_of(tile), rows_at(tile + 1), stride_of(tile + 1), w0, w1, depth);
+          else
+            multiply_pair<false>(a, stride_of(tile), nullptr, 0, w0, w1, depth);
+          _tile_stored(0, results[0], 64);
+          _tile_stored(1, results[1], 64);
+          if (two) {
+            _tile_stored(2, results[2], 64);
+            _tile_stored(3, results[3], 64);
+          }
+          for (int i = 0; i < (two ? 2 : 1); ++i)
+            for (int j = 0; j < 2; ++j) {
+              const int64_t row = (tile + i) * kTile, column = (pair * 2 + j) * kTile;
+              const int columns = static_cast<int>(std::min<int64_t>(kTile, n - column));
+              if (columns <= 0)
+                continue;
+              write_tile(results[i * 2 + j], static_cast<int>(std::min<int64_t>(kTile, m - row)), columns,
+                         bias ? bias + column : nullptr, static_cast<char*>(out) + (row * n + column) * out_bytes, n,
+                         as_float);
+            }
         }
-        _tile_zero(0);
-        _tile_zero(1);
-        if (two) {
-          _tile_zero(2);
-          _tile_zero(3);
-          for (int64_t d = 0; d < depth; ++d) {
-            _tile_stream_loadd(6, w0 + d * kTileSize, 64);
-            _tile_stream_loadd(7, w1 + d * kTileSize, 64);
-            _tile_loadd(4, a[0] + d * kDepth, stride[0]);
-            _tile_loadd(5, a[1] + d * kDepth, stride[1]);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-          }
-          _tile_stored(2, results[2], 64);
-          _tile_stored(3, results[3], 64);
-        } else {
-          for (int64_t d = 0; d < depth; ++d) {
-            _tile_stream_loadd(6, w0 + d * kTileSize, 64);
-            _tile_stream_loadd(7, w1 + d * kTileSize, 64);
-            _tile_loadd(4, a[0] + d * kDepth, stride[0]);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-          }
-        }
-        _tile_stored(0, results[0], 64);
-        _tile_stored(1, results[1], 64);
-        for (int i = 0; i < (two ? 2 : 1); ++i)
-          for (int j = 0; j < 2; ++j) {
-            const int64_t row = (tile + i) * kTile, column = (pair * 2 + j) * kTile;
-            const int columns = static_cast<int>(std::min<int64_t>(kTile, n - column));
-            if (columns <= 0)
-              continue;
-            write_tile(results[i * 2 + j], static_cast<int>(std::min<int64_t>(kTile, m - row)), columns,
-                       bias ? bias + column : nullptr, static_cast<char*>(out) + (row * n + column) * out_bytes, n,
-                       as_float);
-          }
       }
     }
     _tile_release();
