@@ -23,9 +23,7 @@ from engine.ops.grouped import KINDS, GroupedWeight, quantize
 from engine.ops.reference import ReferenceOps
 
 _SOURCE = Path(__file__).with_name("native.cpp")
-_HEADERS = (
-    *("choose.hpp", "lanes.hpp", "layers.hpp", "linear.hpp", "numbers.hpp", "pool.hpp", "shared.hpp", "tiles.hpp"),
-)
+_HEADERS = ("choose", "lanes", "layers", "linear", "numbers", "pool", "shared", "tiles")
 _FLAGS = (
     *("-O3", "-std=c++20", "-fPIC", "-pthread", "-fopenmp-simd", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
@@ -118,7 +116,9 @@ def build() -> Path:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise NativeUnavailable(f"no C++ compiler: {error}; install one, or name it in CXX") from error
-    sources = [_SOURCE.with_name(name).read_text() for name in (_SOURCE.name, *_HEADERS)]
+    sources = [
+        _SOURCE.with_name(name).read_text() for name in (_SOURCE.name, *(f"{header}.hpp" for header in _HEADERS))
+    ]
     key = hashlib.sha256("\n".join([*sources, version, *options]).encode()).hexdigest()[:16]
     target = cache_dir() / "kernels" / f"native-{key}.so"
     if target.exists():
