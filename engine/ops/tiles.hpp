@@ -197,7 +197,7 @@ inline void transpose(__m512i (&row)[16]) {
     row[i] = other[i];
 }
 
-// fast_exp of 16 values; a NaN stays one. `in_order`: the compiler may reorder sums, and would differently here and there.
+// fast_exp of 16 values; a NaN stays one. `in_order` since the compiler may reorder sums, and would here and not there.
 inline __m512 fast_exp(__m512 x) {
   x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
   const __m512 n = 
