@@ -34,14 +34,24 @@ CONTENDERS: dict[str, dict[str, object]] = {
     **{f"ngram {s}": {"speculation": "ngram", "num_steps": s} for s in (3, 5, 8)},
     **{f"eagle3 {s}": {"speculation": "eagle3", "num_steps": s, "topk": 1} for s in (1, 2, 3, 4)},
     **{f"hybrid {s}": {"speculation": "hybrid", "num_steps": s, "topk": 1} for s in (2, 3, 5, 8)},
+    **{
+        f"hybrid 8, head {s}": {"speculation": "hybrid", "num_steps": 8, "topk": 1, "hybrid_steps": s}
+        for s in (1, 2, 3)
+    },
     "tree 16": {"speculation": "eagle3", "num_steps": 4, "topk": 4, "num_draft_tokens": 16},
     "hybrid tree 16": {"speculation": "hybrid", "num_steps": 4, "topk": 4, "num_draft_tokens": 16},
+    "hybrid tree 16, head 2": {
+        **{"speculation": "hybrid", "num_steps": 8, "topk": 4, "num_draft_tokens": 16, "hybrid_steps": 2}
+    },
     "hybrid 3 v2": {"speculation": "hybrid", "num_steps": 3, "topk": 1, "spec_version": "v2"},
     "hybrid 3 adaptive": {"speculation": "hybrid", "num_steps": 3, "topk": 1, "policy": "adaptive"},
     "hybrid by batch": {"speculation": "hybrid", "num_steps": 5, "topk": 1, "steps_by_batch": "1:5,4:3,8:2,16:0"},
     "hybrid, off above 4": {"speculation": "hybrid", "num_steps": 3, "topk": 1, "disable_batch_threshold": 4},
 }
-_RESET = {"topk": 1, "spec_version": "v1", "policy": "fixed", "steps_by_batch": None, "disable_batch_threshold": None}
+_RESET = {
+    **{"topk": 1, "spec_version": "v1", "policy": "fixed", "hybrid_steps": None},
+    **{"steps_by_batch": None, "disable_batch_threshold": None},
+}
 
 
 def run(core: Core, settings: dict[str, object], prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:

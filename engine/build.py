@@ -233,6 +233,7 @@ class Core:
             "draft_head": spec.draft_head,
             "draft_model": spec.draft_model,
             "hybrid": ",".join(spec.hybrid),
+            "hybrid_steps": spec.hybrid_steps,
             "ngram_min": spec.ngram_min,
             "ngram_max": spec.ngram_max,
         }

@@ -130,6 +130,9 @@ def _settings(
     draft_head: Annotated[str | None, _option("Head of the eagle3 drafter; default: the one that ships.")] = None,
     draft_model: Annotated[str | None, _option("Model of the draft_model drafter.")] = None,
     hybrid: Annotated[str, _option("The two drafters that hybrid composes.")] = ",".join(SpecConfig.hybrid),
+    hybrid_steps: Annotated[
+        int | None, _option("Draft depth of hybrid's second drafter; default: num-steps, as the first's.")
+    ] = None,
     ngram_min: Annotated[int, _option("Shortest suffix that the ngram drafter looks up.")] = SpecConfig.ngram_min,
     ngram_max: Annotated[int, _option("Longest suffix that the ngram drafter looks up.")] = SpecConfig.ngram_max,
 ) -> EngineConfig:
@@ -188,6 +191,7 @@ def _settings(
             draft_head=draft_head,
             draft_model=draft_model,
             hybrid=(first, second),
+            hybrid_steps=hybrid_steps,
             spec_version=spec_version,
             ngram_min=ngram_min,
             ngram_max=ngram_max,

@@ -15,12 +15,13 @@ class DraftLimits:
     max_topk: int
 
 
+MOST_STEPS = 8
 DRAFTERS = {
     "none": DraftLimits(max_depth=0, max_topk=1),
-    "ngram": DraftLimits(max_depth=8, max_topk=1),
-    "eagle3": DraftLimits(max_depth=8, max_topk=8),
-    "draft_model": DraftLimits(max_depth=8, max_topk=1),
-    "hybrid": DraftLimits(max_depth=8, max_topk=8),
+    "ngram": DraftLimits(max_depth=MOST_STEPS, max_topk=1),
+    "eagle3": DraftLimits(max_depth=MOST_STEPS, max_topk=8),
+    "draft_model": DraftLimits(max_depth=MOST_STEPS, max_topk=1),
+    "hybrid": DraftLimits(max_depth=MOST_STEPS, max_topk=8),
 }
 SPECULATION = tuple(DRAFTERS)
 MOST_DRAFT_TOKENS = 64
@@ -56,11 +57,13 @@ ALLREDUCE = (
 
 @dataclass(frozen=True)
 class DraftShape:
-    """How to draft in one round: depth, branches a node, and rows to verify a request (root included)."""
+    """How to draft in one round: depth, branches a node, rows to verify a request (root included), and the depth of a
+    hybrid's second drafter where that is less."""
 
     num_steps: int = 0
     topk: int = 1
     num_draft_tokens: int = 1
+    second_steps: int = MOST_STEPS
 
     @property
     def slots(self) -> int:
@@ -72,7 +75,8 @@ class DraftShape:
         steps = min(num_steps, self.num_steps)
         if not steps:
             return DraftShape()
-        return DraftShape(steps, self.topk, min(self.num_draft_tokens, tree_capacity(steps, self.topk)))
+        tokens = min(self.num_draft_tokens, tree_capacity(steps, self.topk))
+        return DraftShape(steps, self.topk, tokens, self.second_steps)
 
 
 def tree_capacity(num_steps: int, topk: int) -> int:
@@ -118,6 +122,8 @@ class SpecConfig:
         draft_head: safetensors file of the `eagle3` drafter; None: the one that ships for the model.
         draft_model: of the `draft_model` drafter: a known name, folder or .gguf file.
         hybrid: the two drafters that `hybrid` composes, the second for where the first finds nothing.
+        hybrid_steps: draft depth of that second one, 1 to 8; None: as deep as the first. What is looked up costs
+            nothing and is often right for long; a head's guesses cost a step each, and seldom stand four deep.
     """
 
     speculation: str = "none"
@@ -134,11 +140,12 @@ class SpecConfig:
     draft_head: str | None = None
     draft_model: str | None = None
     hybrid: tuple[str, str] = ("ngram", "eagle3")
+    hybrid_steps: int | None = None
 
     @property
     def shape(self) -> DraftShape:
         """Of a round that speculates."""
-        return DraftShape(self.num_steps, self.topk, self.num_draft_tokens)
+        return DraftShape(self.num_steps, self.topk, self.num_draft_tokens, self.hybrid_steps or MOST_STEPS)
 
     def problems(self) -> list[str]:
         """Each sentence names the setting, what is wrong with it and what would be valid."""
@@ -168,6 +175,8 @@ class SpecConfig:
             found.append(f"hybrid: '{','.join(self.hybrid)}' is not valid; two different ones of {', '.join(parts)}")
         elif self.speculation == "hybrid" and self.topk > 1 and "draft_model" in self.hybrid:
             found.append(f"topk: {self.topk} is not valid; the drafter 'draft_model' only chains (topk 1)")
+        if self.hybrid_steps is not None and not 1 <= self.hybrid_steps <= MOST_STEPS:
+            found.append(f"hybrid_steps: {self.hybrid_steps} is outside 1 to {MOST_STEPS}")
         return found
 
     def merged(self, changes: Mapping[str, Any]) -> SpecConfig:

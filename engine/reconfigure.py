@@ -21,6 +21,7 @@ HOT: dict[str, str] = {
     "spec_version": "text",
     "disable_batch_threshold": "a whole number or 'never'",
     "steps_by_batch": "an object of running requests to draft depth, the same as text (1:0,8:3), or null",
+    "hybrid_steps": "a whole number, or null",
     "policy": "text",
     "acceptance": "text",
 }
@@ -84,6 +85,8 @@ def _parsed(name: str, value: Any) -> Any:
     """The value as `SpecConfig` has it. Raises ValueError."""
     kind = HOT[name]
     if name == "disable_batch_threshold" and value in ("never", None):
+        return None
+    if name == "hybrid_steps" and value is None:
         return None
     if name == "steps_by_batch":
         return None if value is None else _table(value)

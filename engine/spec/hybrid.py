@@ -43,7 +43,10 @@ class HybridDrafter:
         empty = (np.diff(tree.start) == 1) & (asked.steps > 0)
         if not empty.any():
             return tree
-        return joined(tree, self._second.propose(asked.subset(np.flatnonzero(empty))), empty)
+        left = asked.subset(np.flatnonzero(empty))
+        most = asked.shape.second_steps
+        left = replace(left, steps=np.minimum(left.steps, most), shape=left.shape.limited(most))
+        return joined(tree, self._second.propose(left), empty)
 
     def observe(self, seen: Seen) -> None:
         """See `Drafter.observe`."""

@@ -25,6 +25,8 @@ CHANGES = [
     {"topk": 4, "num_draft_tokens": 12},
     {"spec_version": "v2"},
     {"speculation": "hybrid"},
+    {"hybrid_steps": 1},
+    {"hybrid_steps": None},
     {"speculation": "draft_model", "topk": 1},
     {"steps_by_batch": {"1": 2, "3": 0}},
     {"disable_batch_threshold": 2},

@@ -89,6 +89,7 @@ SPECS = {
     "tree 3": SpecConfig("eagle3", 5, 3, 40),
     "draft_model": SpecConfig("draft_model", 3, 1, 4),
     "hybrid": SpecConfig("hybrid", 4, 1, 5, ngram_min=1, ngram_max=2),
+    "hybrid, second shallow": SpecConfig("hybrid", 6, 1, 7, ngram_min=1, ngram_max=2, hybrid_steps=1),
     "hybrid tree": SpecConfig("hybrid", 3, 4, 16, ngram_min=1, ngram_max=2),
     "hybrid of two": SpecConfig("hybrid", 3, 1, 4, hybrid=("draft_model", "eagle3")),
 }
@@ -336,3 +337,20 @@ def test_lookup_finds_the_latest_match_of_the_longest_suffix(text: list[int], st
             break
     assert drafts[: len(expected)] == expected
     assert len(drafts) == (steps if expected else 0)
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_a_hybrids_second_drafter_goes_no_deeper_than_it_is_told(spec_core: Callable[..., Core], topk: int) -> None:
+    spec = SpecConfig("hybrid", 6, topk, 7 if topk == 1 else 12, ngram_min=2, ngram_max=3, hybrid_steps=2)
+    core = spec_core(spec)
+    propose, depths = core.drafter.propose, set()
+
+    def watched(asked: Asked) -> DraftTree:
+        tree = propose(asked)
+        for b in np.flatnonzero(asked.steps == 6).tolist():
+            depths.add(int(tree.depth[tree.start[b] : tree.start[b + 1]].max()))
+        return tree
+
+    core.drafter.propose = watched
+    generate(core, prompts(4), max_tokens=80)
+    assert depths == {2, 6}

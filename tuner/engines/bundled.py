@@ -58,6 +58,7 @@ _SPECULATION = {
     "draft_head": SettingSpec("str", "file of the eagle3 drafter's head; default: the one that ships"),
     "draft_model": SettingSpec("str", "model of the draft_model drafter"),
     "hybrid": SettingSpec("str", "the two drafters that hybrid composes, as in ngram,eagle3"),
+    "hybrid_steps": SettingSpec("int", "draft depth of hybrid's second drafter; default: num_steps", low=1, high=8),
     "ngram_min": SettingSpec("int", "shortest suffix looked up by the ngram drafter", low=1),
     "ngram_max": SettingSpec("int", "longest suffix looked up by the ngram drafter", low=1),
 }
@@ -83,7 +84,7 @@ _ENGINE = {
 
 _HOT = (
     *("speculation", "num_steps", "topk", "num_draft_tokens", "spec_version"),
-    *("disable_batch_threshold", "steps_by_batch", "policy", "acceptance"),
+    *("disable_batch_threshold", "steps_by_batch", "policy", "acceptance", "hybrid_steps"),
 )
 
 
@@ -202,6 +203,7 @@ _DEFAULTS = {
     "steps_by_batch": None,
     "policy": "fixed",
     "acceptance": "target",
+    "hybrid_steps": None,
 }
 
 

@@ -42,6 +42,7 @@ SPECULATIVE = frozenset(
         "draft_head",
         "draft_model",
         "hybrid",
+        "hybrid_steps",
     }
 )
 """Settings that say nothing once `speculation` is "none": such candidates are one and the same."""
