@@ -29,10 +29,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known of a space so far. `failed` are candidates whose launches ended without a result."""
+    """All that is known of a space so far.
+
+    `failed` are candidates without a result; `crashed` those of them whose own launch ended so.
+    """
 
     measured: tuple[Measurement, ...] = ()
     failed: tuple[Candidate, ...] = ()
+    crashed: tuple[Candidate, ...] = ()
 
 
 def complete(settings: Mapping[str, Setting], fixed: Mapping[str, Setting]) -> dict[str, Setting]:

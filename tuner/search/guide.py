@@ -17,8 +17,8 @@ import numpy as np
 from scipy.special import ndtr
 
 from tuner.records import Candidate
+from tuner.search.crashes import Crashes
 from tuner.search.evidence import Evidence, Measurement, complete
-from tuner.search.feasible import Feasibility
 from tuner.search.surrogate import Catalogue, Surrogate, spread
 from tuner.search.threads import one_thread
 
@@ -120,9 +120,9 @@ class Guide:
         return Catalogue.of([complete(one.settings, self.fixed) for one in self.everyone], self.levels)
 
     @cached_property
-    def feasibility(self) -> Feasibility:
+    def crashes(self) -> Crashes:
         """What may crash."""
-        return Feasibility(self.catalogue.settings, self.levels)
+        return Crashes(self.catalogue.settings, self.levels)
 
     def works(self, evidence: Evidence) -> np.ndarray:
         """The chance that each candidate works."""
@@ -130,7 +130,8 @@ class Guide:
         if not failed:
             return np.ones(len(self.catalogue.settings))
         worked = {self.place[m.candidate.id] for m in evidence.measured if m.candidate.id in self.place} - failed
-        return self.feasibility.works(sorted(failed), sorted(worked))
+        crashed = {self.place[c.id] for c in evidence.crashed if c.id in self.place}
+        return self.crashes.works(sorted(failed), sorted(worked), sorted(crashed))
 
     def surrogate(self, evidence: Evidence) -> Surrogate:
         """The model after this evidence."""

@@ -17,8 +17,7 @@ from tuner.judge.quality import Answers
 from tuner.launch.kinds import failure as kind_failure
 from tuner.records import Block, Candidate, Failure, LaunchRecord
 from tuner.space import Listed
-from tuner.study.crash_regions import CrashesSeen, crashes_seen, most_crashes
-from tuner.study.crashes import CrashMemory
+from tuner.study.crashes import CrashesSeen, CrashMemory, crashes_seen, most_crashes
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData, StudyState
 from tuner.study.database import finite, storage_problem
 from tuner.study.decide import recommendation, verdicts_of

@@ -1,7 +1,8 @@
-"""Crashes that other studies have paid for: one JSON line each, beside the studies.
+"""What a study, and others before it, have met of crashes; what follows from them is told by `tuner/search/crashes.py`.
 
-A crash is of an exact launch: engine and its version, hardware, model, fixed arguments, environment and settings; for
-one under load, of the workload too. Whatever of these changes, the combination deserves a new try.
+Crashes that other studies have paid for are kept beside the studies, one JSON line each. A crash is of an exact launch:
+engine and its version, hardware, model, fixed arguments, environment and settings; for one under load, of the workload
+too. Whatever of these changes, the combination deserves a new try.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tuner.files import write_whole
 from tuner.records import Candidate, Failure, Setting, short_hash
-from tuner.study.data import StudyData
+from tuner.search.crashes import Crash, Region, Regions
+from tuner.space import Space
+from tuner.study.data import Slot, StudyData
 from tuner.study.names import STUDIES
 
 FILE = STUDIES / "crashes.jsonl"
@@ -37,6 +42,49 @@ CRASHES = frozenset(
 """The classes that a second launch of the same would end in as well. What gates refuse is a measurement, no crash."""
 
 
+LEAST_CRASHES, CRASH_SHARE = 3, 8
+"""Crashes that a search may pay for before ruled out regions are closed for good: so many, or one launch in so many."""
+
+
+def most_crashes(launches: int) -> int:
+    """Crashes up to which ruled out candidates are still tried when no others are left."""
+    return max(LEAST_CRASHES, launches // CRASH_SHARE)
+
+
+@dataclass(frozen=True)
+class CrashesSeen:
+    """What crashed here and in other studies (`elsewhere`), and settings of what worked."""
+
+    crashed: tuple[Crash, ...]
+    worked: tuple[Mapping[str, Setting], ...]
+    elsewhere: tuple[Crash, ...] = ()
+
+    @cached_property
+    def _regions(self) -> Regions:
+        return Regions((*self.crashed, *self.elsewhere), self.worked)
+
+    def region(self, settings: Mapping[str, Setting]) -> Region | None:
+        """The region that rules a candidate out."""
+        return self._regions.of(settings)
+
+
+def crashes_seen(data: StudyData, elsewhere: Sequence[Crash] = ()) -> CrashesSeen:
+    """What a study has seen of crashes."""
+    crashed, worked = [], [data.baseline.settings]
+    for trial in data.measured:
+        if trial.running:
+            continue
+        settings = data.settings_of(trial.candidate_id)
+        if trial.constraints.get("launch", 1.0) <= 0:
+            worked.append(settings)
+            continue
+        launches = data.launched_for.get(Slot(trial.candidate_id, "screen", 0), ())
+        failures = [launch.failure for launch in launches if launch.failure is not None and not launch.forgiven]
+        if failures and failures[-1].kind in CRASHES and failures[-1].blame == "candidate":
+            crashed.append(Crash(settings, f"trial {trial.number}"))
+    return CrashesSeen(tuple(crashed), tuple(worked), tuple(elsewhere))
+
+
 class CrashMemory:
     """The memory in a file. It can be deleted at any time: at worst a crash is paid for once more."""
 
@@ -51,13 +99,17 @@ class CrashMemory:
                 return f"known crash of study {entry['study']}: {entry['kind']}: {entry['message']}"
         return None
 
-    def elsewhere(self, data: StudyData) -> tuple[Mapping[str, Setting], ...]:
-        """The settings that crashed in other studies of this engine, machine, model and workload."""
-        contexts = {_context(data, under_load=under_load) for under_load in (False, True)}
+    def elsewhere(self, data: StudyData) -> tuple[Crash, ...]:
+        """What crashed in other studies of this engine, machine, model and workload."""
+        return self.of(data.space, data.fingerprint, data.uid)
+
+    def of(self, space: Space, fingerprint: Mapping[str, Any], uid: str = "") -> tuple[Crash, ...]:
+        """What crashed in studies of this engine, machine, model and workload, but for the one of this uid."""
+        contexts = {short_hash(_surroundings(space, fingerprint, under_load)) for under_load in (False, True)}
         return tuple(
-            entry["settings"]
+            Crash(entry["settings"], f"study {entry['study']}")
             for entry in self._entries()
-            if entry["uid"] != data.uid and entry.get("context") in contexts and isinstance(entry.get("settings"), dict)
+            if entry["uid"] != uid and entry.get("context") in contexts and isinstance(entry.get("settings"), dict)
         )
 
     def remember(self, data: StudyData, candidate: Candidate, failure: Failure) -> None:
@@ -113,22 +165,22 @@ class CrashMemory:
 
 
 def _key(data: StudyData, candidate: Candidate, *, under_load: bool) -> str:
-    return short_hash({**_surroundings(data, under_load), "settings": dict(candidate.settings)})
+    surroundings = _surroundings(data.space, data.fingerprint, under_load)
+    return short_hash({**surroundings, "settings": dict(candidate.settings)})
 
 
 def _context(data: StudyData, *, under_load: bool) -> str:
-    return short_hash(_surroundings(data, under_load))
+    return short_hash(_surroundings(data.space, data.fingerprint, under_load))
 
 
-def _surroundings(data: StudyData, under_load: bool) -> dict[str, Any]:
-    then: Mapping[str, Any] = data.fingerprint
-    workload = data.space.workload
+def _surroundings(space: Space, then: Mapping[str, Any], under_load: bool) -> dict[str, Any]:
+    workload = space.workload
     return {
-        "engine": data.space.kind,
+        "engine": space.kind,
         "engine_version": then.get("engine_version"),
         "hardware": then.get("hardware"),
-        "model": data.space.model,
-        "args": dict(data.space.args),
-        "env": dict(data.space.env),
+        "model": space.model,
+        "args": dict(space.args),
+        "env": dict(space.env),
         "workload": [list(workload.concurrency), workload.max_tokens, workload.prompts] if under_load else None,
     }

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import random
 
-from tuner.records import StoredBlock
+from tuner.records import Candidate, StoredBlock
 from tuner.search.evidence import Evidence, Measurement
 from tuner.search.guide import Costs, Goal
 from tuner.space.space import SPECULATIVE
+from tuner.study.crashes import crashes_seen
 from tuner.study.data import StoredLaunch, StudyData
 from tuner.study.hot import candidate_s, start_s
 from tuner.study.score import weights
@@ -30,7 +31,8 @@ def evidence_of(data: StudyData) -> Evidence:
         for trial in data.trials
         if trial.kind in ("measured", "known_crash") and not trial.running and trial.constraints.get("launch", 0) > 0
     ]
-    return Evidence(tuple(measured), tuple(failed))
+    crashed = (Candidate(crash.settings) for crash in crashes_seen(data).crashed)
+    return Evidence(tuple(measured), tuple(failed), tuple(crashed))
 
 
 def place_speeds(data: StudyData) -> dict[str, float]:

@@ -201,7 +201,7 @@ def evidence_of_trials(space: Space, trials: Sequence[optuna.trial.FrozenTrial])
             continue
         speedup = math.exp(max(-5.0, min(5.0, trial.value)))
         measured += [Measurement(candidate, level, level * speedup, sd=VALUE_SD) for level in levels]
-    return Evidence(tuple(measured), tuple(failed))
+    return Evidence(tuple(measured), tuple(failed), tuple(failed))
 
 
 def _guide(space: Space, universe: Mapping[str, Listed], known: tuple[Candidate, ...] = ()) -> Guide:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from tuner.records import Setting
+from tuner.search.crashes import Crash, Regions
 from tuner.space import Space
 from tuner.study.data import StudyData
 from tuner.study.effect import Effects
@@ -81,7 +81,7 @@ def plan(
     timing: Timing,
     *,
     pairs: int | None = None,
-    crashed: Sequence[Mapping[str, Setting]] = (),
+    crashed: Sequence[Crash] = (),
 ) -> Plan:
     """The outlook of a new study of `space`.
 
@@ -90,7 +90,7 @@ def plan(
         engine: its engine.
         timing: how long launches and blocks take.
         pairs: of the confirmation, where a calibration asks for them.
-        crashed: settings that crashed in other studies on this machine.
+        crashed: what crashed in other studies on this machine.
     """
     policy = POLICIES[space.profile]
     policy = policy if pairs is None else Policy(pairs=pairs)
@@ -150,7 +150,7 @@ def _notes(space: Space, found: _Candidates, policy: Policy, hours: float) -> tu
 class _Candidates:
     """Every combination of a space, sorted by what becomes of it."""
 
-    def __init__(self, space: Space, engine: StudyEngine, crashed: Sequence[Mapping[str, Setting]]) -> None:
+    def __init__(self, space: Space, engine: StudyEngine, crashed: Sequence[Crash]) -> None:
         self.combinations: int | None = None
         self.legal: int | None = None
         self.groups: int | None = None
@@ -161,7 +161,8 @@ class _Candidates:
             return
         effects = Effects(space, engine)
         hot = hot_settings(engine)
-        known = {str(sorted(settings.items())) for settings in crashed}
+        known = {str(sorted(crash.settings.items())): crash.source for crash in crashed}
+        regions = Regions(crashed, [space.baseline.settings])
         why: Counter[tuple[str, str]] = Counter()
         first: dict[str, str] = {effects.of(space.baseline): space.baseline.id}
         groups = set()
@@ -172,8 +173,10 @@ class _Candidates:
                 why[rule, "space"] += 1
             elif problem := illegal(space, engine, candidate):
                 why[problem, "engine"] += 1
-            elif str(sorted(candidate.settings.items())) in known:
-                why["it crashed in another study on this machine", "crash"] += 1
+            elif source := known.get(str(sorted(candidate.settings.items()))):
+                why[f"it crashed in {source} on this machine", "crash"] += 1
+            elif region := regions.of(candidate.settings):
+                why[f"{region} on this machine", "crash"] += 1
             elif (effect := effects.of(candidate)) in first:
                 self.merged += 1
             else:

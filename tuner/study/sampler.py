@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tuner.records import Candidate
@@ -144,7 +144,8 @@ class Proposer:
         if self._model is None or not evidence.measured:
             return ""
         last = evidence.measured[-1].candidate.id
-        before = Evidence(tuple(m for m in evidence.measured if m.candidate.id != last), evidence.failed)
+        measured = tuple(m for m in evidence.measured if m.candidate.id != last)
+        before = replace(evidence, measured=measured)
         for known in (evidence, before):
             if not known.measured:
                 return ""

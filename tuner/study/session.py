@@ -111,7 +111,7 @@ def outlook(space: Space) -> Plan:
         now: dict[str, Any] = current_fingerprint(space)
     except (UsageError, EnvironmentBroken):
         return plan(space, engine, timing)
-    return plan(space, engine, timing, pairs=known_pairs(space, now))
+    return plan(space, engine, timing, pairs=known_pairs(space, now), crashed=CrashMemory().of(space, now))
 
 
 MOST_EARLIER = 20

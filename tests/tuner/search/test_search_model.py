@@ -13,8 +13,8 @@ import pytest
 from tuner.engines.simulated.machine import Work, accept_length, fault_at_start, plan, predict
 from tuner.engines.simulated.profiles import profile_named
 from tuner.records import Candidate
+from tuner.search.crashes import Crashes
 from tuner.search.evidence import Evidence, Measurement
-from tuner.search.feasible import Feasibility
 from tuner.search.guide import Costs, Goal, Guide, pays
 from tuner.search.shape import PLAIN, Shape, shape_at
 from tuner.search.surrogate import Surrogate, spread
@@ -243,7 +243,7 @@ def test_crashes_teach_where_not_to_go() -> None:
     def bad(one: Mapping[str, Any]) -> bool:
         return one["num_draft_tokens"] >= 32 or (one["topk"] == 8 and one["num_steps"] >= 4)
 
-    model = Feasibility(TOY, (1, 8))
+    model = Crashes(TOY, (1, 8))
     draw = random.Random(1)
     order = draw.sample(range(len(TOY)), 20)
     failed = [i for i in order if bad(TOY[i])]
