@@ -227,5 +227,6 @@ def conclude(
             f"tuner report {data.name}{where}"
         )
     if not data.pairs:
-        complain(f"None of {len(data.measured)} candidates could be compared with the baseline.")
+        none = f"None of {len(data.measured)} candidates could be compared with the baseline."
+        complain(none if data.measured else f"No candidate was measured: {data.reason}.")
         raise typer.Exit(1)

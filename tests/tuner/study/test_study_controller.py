@@ -153,7 +153,8 @@ def test_a_failed_candidate_is_told_as_complete_infeasible_and_finite(tmp_path, 
         assert (trial.value, trial.constraints) == (PESSIMISTIC, {"launch": 1.0})
     assert [trial.kind for trial in failed] == ["measured", "measured", "known_crash"]
     assert all(trial.why.startswith("startup_crash") for trial in failed[:2])
-    assert failed[2].why == "2 of 2 candidates with num_steps >= 3 crashed, and none worked"
+    numbers = ", ".join(f"trial {trial.number}" for trial in failed[:2])
+    assert failed[2].why == f"2 of 2 candidates with num_steps >= 3 crashed ({numbers}), and none worked"
     assert summary(data).failures == {"startup_crash": 2}
     assert recommendation(data).overall.winner.settings["num_steps"] == 2
 
