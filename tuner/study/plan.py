@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -15,9 +15,13 @@ from tuner.space import Space
 from tuner.study.data import StudyData
 from tuner.study.effect import Effects
 from tuner.study.engine import StudyEngine, hot_settings, illegal
-from tuner.study.hot import LEAST_ROW, MOST_ROW, cold_part
-from tuner.study.policy import POLICIES, Policy, planned_pairs
+from tuner.study.hot import HOT_BASELINE_EVERY, LEAST_ROW, MOST_ROW, cold_part
+from tuner.study.policy import POLICIES, Policy, planned_pairs, policy_of
+from tuner.study.race import NO_RACE
 from tuner.study.score import BASELINE_EVERY
+
+RACED_ON = 0.57
+"""Share of the levels that are measured further behind a first look (`benchmarks/results/racing.json`)."""
 
 STARTUP_S = 60.0
 """Assumed of a server's start, where no earlier launch tells."""
@@ -25,11 +29,12 @@ STARTUP_S = 60.0
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a server's start and of a block, and where they are known from."""
+    """Seconds of a server's start, of a block and of its warm-up alone, and where they are known from."""
 
     startup_s: float
     block_s: float
     source: str
+    warmup_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -93,9 +98,10 @@ def plan(
         crashed: what crashed in other studies on this machine.
     """
     policy = POLICIES[space.profile]
-    policy = policy if pairs is None else Policy(pairs=pairs)
+    policy = policy if pairs is None else replace(policy, pairs=pairs)
     found = _Candidates(space, engine, crashed)
-    confirmation = 2 * planned_pairs(space.budget.launches, policy)
+    kept = planned_pairs(space.budget.launches, policy)
+    confirmation = 2 * kept
     room = max(0, space.budget.launches - confirmation - 1)
     hot = frozenset(p.name for p in space.parameters) & hot_settings(engine)
     wanted = space.budget.candidates if found.legal is None else min(found.legal, space.budget.candidates)
@@ -110,8 +116,14 @@ def plan(
         starts = min(room, wanted + (wanted // every if every else 0))
         candidates = starts - (starts // (every + 1) if every else 0)
     search = min(space.budget.launches, 1 + starts)
-    turns = 1 + candidates + (candidates // 4 if hot else starts - candidates)
-    seconds = search * timing.startup_s + turns * slot_s + confirmation * (timing.startup_s + slot_s)
+    again = candidates // HOT_BASELINE_EVERY[space.profile]
+    turns = 1 + (max(starts, again) if hot else starts - candidates)
+    # What the search leaves of the launches confirms further finalists, each against the same baselines.
+    left = (space.budget.launches - search) // kept - 2 if kept else 0
+    finalists = min(1 + max(0, left), policy.max_finalists, max(1, candidates))
+    confirmation = kept * (1 + finalists)
+    seconds = (search + confirmation) * timing.startup_s + (turns + confirmation) * slot_s
+    seconds += candidates * len(space.workload.concurrency) * candidate_block_s(space, policy, timing)
     limit = space.budget.hours
     return Plan(
         combinations=found.combinations,
@@ -129,6 +141,16 @@ def plan(
         timing=timing,
         notes=_notes(space, found, policy, seconds / 3600),
     )
+
+
+def candidate_block_s(space: Space, policy: Policy, timing: Timing) -> float:
+    """Seconds that a level of a candidate of the search is expected to take: with racing less than a whole block."""
+    if not policy.look or space.objective.maximize in NO_RACE:
+        return timing.block_s
+    window_s = timing.block_s - timing.warmup_s
+    raced = timing.warmup_s + policy.look * window_s
+    raced += RACED_ON * (timing.warmup_s + (1 - policy.look) * window_s)
+    return min(raced, timing.block_s)  # looks end by themselves where they do not pay
 
 
 def _notes(space: Space, found: _Candidates, policy: Policy, hours: float) -> tuple[str, ...]:
@@ -188,7 +210,7 @@ class _Candidates:
         self.ruled_out = tuple(RuledOut(rule, source, n) for (rule, source), n in why.most_common())
 
 
-def timing_of(studies: Sequence[StudyData], space: Space, block_s: float) -> Timing:
+def timing_of(studies: Sequence[StudyData], space: Space, block_s: float, warmup_s: float = 0.0) -> Timing:
     """How long launches of this kind of engine took in earlier studies, of this model where there are any."""
     mine = [data for data in studies if data.space.kind == space.kind]
     same = [data for data in mine if data.space.model == space.model] or mine
@@ -198,10 +220,13 @@ def timing_of(studies: Sequence[StudyData], space: Space, block_s: float) -> Tim
         for data in same
         if data.space.profile == space.profile
         for b in data.blocks.values()
+        if b.role == "confirm" or b.candidate_id == data.baseline.id or not policy_of(data).look
     ]
     if not starts:
         said = f"assumed: {STARTUP_S:g} s for a start (no earlier launch of {space.kind}), {block_s:.0f} s for a block"
-        return Timing(STARTUP_S, block_s, said)
+        return Timing(STARTUP_S, block_s, said, warmup_s)
     names = ", ".join(sorted({data.name for data in same})[:3])
     measured = median(blocks) if blocks else block_s
-    return Timing(median(starts), measured, f"medians of {len(starts)} earlier launches (studies {names})")
+    warmups = [b.block.warmup_s for data in same if data.space.profile == space.profile for b in data.blocks.values()]
+    warmup_s = median(warmups) if warmups else warmup_s
+    return Timing(median(starts), measured, f"medians of {len(starts)} earlier launches (studies {names})", warmup_s)

@@ -26,10 +26,14 @@ class Race:
     why: str = ""
 
 
+NO_RACE = ("pareto", "goodput")
+"""Objectives without a race."""
+
+
 def has_race(data: StudyData) -> bool:
     """Whether what a study looks for can be given up early: not where every balance of levels counts (`pareto`), nor
     where tails of latency decide (`goodput`), of which a short look sees too few."""
-    return data.space.objective.maximize not in ("pareto", "goodput")
+    return data.space.objective.maximize not in NO_RACE
 
 
 def looks_due(data: StudyData, slot: Slot) -> tuple[int, ...]:

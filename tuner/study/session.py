@@ -91,7 +91,7 @@ def outlook(space: Space) -> Plan:
     """What a new study of this space would come to here. Starts nothing; an engine that is not here is no hindrance."""
     from tuner.bench.plan import window_plan
     from tuner.engines.base import get_engine
-    from tuner.engines.simulated.blocks import BLOCK_S, LAUNCH_S
+    from tuner.engines.simulated.blocks import BLOCK_S, LAUNCH_S, WARMUP_S
 
     earlier = []
     for name in local_studies()[-MOST_EARLIER:]:
@@ -103,9 +103,10 @@ def outlook(space: Space) -> Plan:
             earlier.append(store.data())
         finally:
             store.close()
-    timing = timing_of(earlier, space, window_plan(space.profile).estimate_s())
+    windows = window_plan(space.profile)
+    timing = timing_of(earlier, space, windows.estimate_s(), windows.warmup_s)
     if virtual(space):
-        timing = Timing(LAUNCH_S, BLOCK_S, "of the simulation's virtual clock")
+        timing = Timing(LAUNCH_S, BLOCK_S, "of the simulation's virtual clock", WARMUP_S)
     engine = get_engine(space.kind)
     try:
         now: dict[str, Any] = current_fingerprint(space)

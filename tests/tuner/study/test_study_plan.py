@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from statistics import fmean
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import racing
 from tests.tuner.study.hot_toy import SPACE, HotEngine
 from tests.tuner.study.toy_study import ToyEngine, space
 from tuner.cli.app import app
 from tuner.engines.base import get_engine
+from tuner.engines.simulated.blocks import BLOCK_S, LAUNCH_S, WARMUP_S, BlockSource
+from tuner.engines.simulated.noise import Noise
 from tuner.errors import UsageError
 from tuner.records import Candidate
 from tuner.space import parse_space
 from tuner.study.effect import Effects
+from tuner.study.in_memory import simulate
 from tuner.study.plan import Timing, plan
 from tuner.study.preflight import require
 
@@ -53,7 +58,7 @@ def test_hot_settings_save_launches_and_where_none_is_hot_each_candidate_takes_o
     assert (hot.legal, hot.groups) == (cold.legal, 2) == (17, 2)
     assert cold.search == 18
     assert hot.search + hot.saved == cold.search
-    assert hot.hours < cold.hours / 2
+    assert hot.hours < 0.65 * cold.hours, "both confirm as many finalists as the budget has room for"
     assert hot.launches <= 40
 
 
@@ -93,3 +98,28 @@ def test_the_command_starts_nothing_and_speaks_json(tmp_path, monkeypatch, profi
     assert not list(tmp_path.iterdir())
     text = CliRunner().invoke(app, ["plan", "pcie_blackwell.yaml", "--profile", profile])
     assert "ruled out (space): overlapped drafting only chains" in text.output
+
+
+@pytest.mark.parametrize("overrides", [(), ("profile=short",), ("budget.launches=30",)])
+@pytest.mark.parametrize("hot", [frozenset[str](), racing.HOT])
+def test_the_estimate_is_within_a_fifth_of_what_simulated_studies_take(
+    overrides: tuple[str, ...], hot: frozenset[str]
+) -> None:
+    """Under the default policy: racing, servers that are kept, the baseline's turns, confirmation of all finalists."""
+    the_space = parse_space(racing.SPACE, source="racing.yaml", overrides=overrides)
+    engine = HotEngine() if hot else ToyEngine()
+    engine.hot = hot  # type: ignore[union-attr]
+    found = plan(the_space, engine, Timing(LAUNCH_S, BLOCK_S, "", WARMUP_S))
+    studies = [simulate(the_space, BlockSource(racing.spread, Noise(), seed), seed, hot=hot) for seed in range(4)]
+    taken = fmean(data.elapsed_s for data in studies) / 3600
+    assert found.hours == pytest.approx(taken, rel=0.2)
+    assert found.launches <= the_space.budget.launches
+
+
+def test_a_race_is_estimated_to_take_less_than_whole_blocks_where_there_is_one() -> None:
+    timing = Timing(60.0, 45.0, "", 10.0)
+    raced = plan(parse_space(racing.SPACE, source="racing.yaml"), ToyEngine(), timing)
+    none = plan(
+        parse_space(racing.SPACE, source="racing.yaml", overrides=("objective.maximize=pareto",)), ToyEngine(), timing
+    )
+    assert 0.02 < 1 - raced.hours / none.hours < 0.1
