@@ -61,6 +61,40 @@ MODES = [
     "eats_memory",
 ]
 
+CHANGES = [
+    "works",
+    "says_500",
+    "says_409",
+    "redirects",
+    "closes",
+    "cuts_off",
+    "no_http",
+    "trickles",
+    "endless",
+    "compressed",
+    "keeps_old",
+    "half",
+    "late",
+    "lies",
+    "never_answers",
+    "dies_before",
+    "dies_silently",
+    "dies_with_heir",
+    "dies_after",
+    "dies_under_load",
+    "exits_0",
+    "stops_listening",
+    "goes_deaf",
+    "stops_decoding",
+    "decodes_nothing",
+    "says_5xx",
+    "runs_out_of_memory",
+    "info_breaks",
+    "info_dies",
+    "slower",
+]
+"""What POST /reconfigure may come to (`--change`), at every change or where num_steps is `--change-at`."""
+
 
 class Head:
     """The part of the engine whose constructor may fail."""
@@ -90,6 +124,13 @@ class App:
                 print(("x" * 99 + "\n") * 10_000, end="", flush=True)
         self.completions = 0
         self.probes = 0
+        self.server: asyncio.Server | None = None
+        self.in_force = json.loads(options.effective)
+        if options.num_steps is not None:
+            self.in_force = {"num_steps": options.num_steps, **self.in_force}
+        self.claimed: dict | None = None
+        self.changed = ""
+        self.changes = 0
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -127,7 +168,14 @@ class App:
                 return await raw(writer, b"[" * 200_000)
             if self.mode == "info_endless":
                 return await endless(writer)
-            await reply(writer, 200, {"effective": json.loads(self.options.effective)})
+            if self.changed == "info_dies":
+                crash(RuntimeError("the settings cannot be told"))
+            if self.changed == "info_breaks":
+                return await reply(writer, 200, {"effective": [self.in_force], "paths": "none"})
+            effective = self.in_force if self.claimed is None else self.claimed
+            await reply(writer, 200, {"effective": effective})
+        elif method == "POST" and path == "/reconfigure":
+            await self.reconfigure(writer, body)
         elif method == "GET" and path == "/echo":
             await reply(writer, 200, {**self.facts(), "env": dict(os.environ)})
         elif method == "GET" and path == "/bye":
@@ -139,7 +187,75 @@ class App:
             await reply(writer, 404, {"error": {"message": f"no such path: {path}"}})
 
     def facts(self) -> dict:
-        return {"argv": sys.argv, "pid": os.getpid(), "probes": self.probes}
+        slowness = self.changes if self.options.change == "slower" else 0
+        return {
+            "argv": sys.argv,
+            "pid": os.getpid(),
+            "probes": self.probes,
+            "in_force": self.in_force,
+            "slowness": slowness,
+        }
+
+    async def reconfigure(self, writer: asyncio.StreamWriter, body: dict) -> None:
+        """Changes settings, or does not; what follows is the fault that `--change` names."""
+        at = self.options.change_at
+        strikes = at is None or body.get("num_steps") == at
+        mode = self.options.change if strikes else "works"
+        self.changes += 1
+        self.changed, self.claimed = mode, None
+        print(f"change {self.changes}: {body} ({mode})", flush=True)
+        if mode == "says_500":
+            return await reply(writer, 500, {"error": {"message": "RuntimeError: the drafter cannot be replaced"}})
+        if mode == "says_409":
+            return await reply(writer, 409, {"error": {"message": "requests are running"}})
+        if mode == "redirects":
+            return await raw(writer, b"", "Location: /health\r\n", 307)
+        if mode == "closes":
+            return writer.close()
+        if mode == "cuts_off":
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+            await writer.drain()
+            return writer.close()
+        if mode == "no_http":
+            writer.write(b"\x00\xff* what? *\r\n\r\n")
+            await writer.drain()
+            return writer.close()
+        if mode == "trickles":
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+            while True:
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.1)
+        if mode == "endless":
+            return await endless(writer)
+        if mode == "compressed":
+            return await raw(writer, b"not gzip", "Content-Encoding: gzip\r\n")
+        if mode == "never_answers":
+            await asyncio.sleep(3600)
+        if mode == "dies_before":
+            crash(RuntimeError("draft head: expected hidden size 576, got 960"))
+        if mode == "dies_silently":
+            os._exit(1)
+        if mode == "exits_0":
+            os._exit(0)
+        if mode == "dies_with_heir":  # a worker that holds on to the connection
+            leave_child()
+            crash(RuntimeError("the scheduler is gone"))
+        if mode == "half":
+            self.in_force = {**self.in_force, **dict(list(body.items())[:1])}
+        elif mode == "lies":
+            self.claimed = {**self.in_force, **body}
+        elif mode == "late":
+            asyncio.get_running_loop().call_later(self.options.seconds, self.in_force.update, body)
+        elif mode != "keeps_old":
+            self.in_force = {**self.in_force, **body}
+        if mode == "stops_listening" and self.server is not None:
+            self.server.close()
+        if mode == "dies_after":
+            asyncio.get_running_loop().call_later(0.02, crash, RuntimeError("a worker was lost in the change"))
+        await reply(writer, 200, "" if mode == "goes_deaf" else {"effective": self.in_force})
+        if mode == "goes_deaf":
+            time.sleep(3600)
 
     async def complete(self, writer: asyncio.StreamWriter, path: str, body: dict) -> None:
         self.completions += 1
@@ -162,8 +278,14 @@ class App:
             return await reply(writer, 500, {"error": {"message": message}})
         if mode == "says_503":
             return await reply(writer, 503, {"error": {"message": "engine is dead"}})
-        if mode == "hangs_on_completion":
+        if mode == "hangs_on_completion" or self.changed == "stops_decoding":
             await asyncio.sleep(3600)
+        if self.changed == "dies_under_load":
+            crash(IndexError("page 4096 is out of range"))
+        if self.changed == "runs_out_of_memory":
+            crash(MemoryError("CUDA out of memory. Tried to allocate 2.50 GiB"))
+        if self.changed == "says_5xx":
+            return await reply(writer, 500, {"error": {"message": "AttributeError: 'Drafter' has no attribute 'head'"}})
         if mode == "headers_then_close":
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
             await writer.drain()
@@ -180,7 +302,7 @@ class App:
             return await raw(writer, b"not gzip", "Content-Encoding: gzip\r\n")
         if mode == "chat_only" and path == "/v1/completions":
             return await reply(writer, 404, {"error": {"message": "not here"}})
-        tokens = 0 if mode == "no_tokens" else int(body.get("max_tokens", 16))
+        tokens = 0 if mode == "no_tokens" or self.changed == "decodes_nothing" else int(body.get("max_tokens", 16))
         if body.get("stream"):
             return await self.stream(writer, tokens, chat="chat" in path)
         text = " one" * tokens
@@ -210,8 +332,8 @@ class App:
         writer.close()
 
 
-async def raw(writer: asyncio.StreamWriter, data: bytes, more: str = "") -> None:
-    writer.write(f"HTTP/1.1 200 OK\r\n{more}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+async def raw(writer: asyncio.StreamWriter, data: bytes, more: str = "", status: int = 200) -> None:
+    writer.write(f"HTTP/1.1 {status} OK\r\n{more}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     await writer.drain()
 
 
@@ -349,9 +471,13 @@ async def serve(options: argparse.Namespace) -> None:
     server = await asyncio.start_server(
         app.handle, options.host, options.port, reuse_port=options.mode == "holds_port" or None
     )
+    app.server = server
     print(f"listening on {options.host}:{options.port}", flush=True)
     async with server:
-        await server.serve_forever()
+        try:
+            await server.serve_forever()
+        except asyncio.CancelledError:  # what closing the listener comes to
+            await asyncio.sleep(3600)
 
 
 def main() -> None:
@@ -364,6 +490,8 @@ def main() -> None:
     parser.add_argument("--segment")
     parser.add_argument("--effective", default="{}")
     parser.add_argument("--num-steps", type=int)
+    parser.add_argument("--change", choices=CHANGES, default="works")
+    parser.add_argument("--change-at", type=int)
     options = parser.parse_args()
     before_listening(options)
     asyncio.run(serve(options))

@@ -439,7 +439,7 @@ class _Remote:
             return None
         return data if isinstance(data, dict) else None
 
-    def failure(self) -> Failure | None:
+    def failure(self, *, wait_s: float = 0.0) -> Failure | None:
         """Not seen from here."""
         return None
 

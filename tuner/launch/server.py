@@ -393,7 +393,9 @@ class Server:
 
     def _json(self, path: str) -> Any:
         """What the server answers on a path; None where it does not, or not in JSON."""
-        reply = self._ask("GET", path, timeout_s=self.limits.info_s, phase="readback")
+        # Once it has decoded, a death is no half-built start, and none of its first decode.
+        phase: Phase = "readback" if self._proven_at is None else "bench"
+        reply = self._ask("GET", path, timeout_s=self.limits.info_s, phase=phase)
         try:
             return reply.json() if reply.status == 200 else None
         except ValueError:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from tuner.errors import EnvironmentBroken, LaunchFailed
 from tuner.judge.quality import Answers
 from tuner.records import Block, Failure, LaunchRecord, Role
-from tuner.study.engine import StudyEngine, not_in_effect, speculates
+from tuner.study.engine import StudyEngine, not_in_effect, pointless, speculates
 from tuner.study.probe import HttpProbe, NoAnswer
 from tuner.study.world import RunningServer, World
 
@@ -101,9 +101,7 @@ def measure_again(
             block = _block(world, server, record, level, role, seed)
             gate = speculates(record, block)
             if gate is not None and not gate.ok:
-                found.failure = Failure(
-                    "spec_inactive", "bench", f"speculation has no effect at concurrency {level}: {gate.detail}"
-                )
+                found.failure = pointless(gate, level)
                 return found
             say(f"concurrency {level}: {block.tokens_per_s:.1f} tokens/s")
             found.blocks[level] = block

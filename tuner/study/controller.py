@@ -15,7 +15,7 @@ from tuner.engines.base import Change, Reconfigurable
 from tuner.errors import EnvironmentBroken, LaunchFailed, StudyStopped
 from tuner.judge.quality import Answers
 from tuner.launch.kinds import failure as kind_failure
-from tuner.records import Block, Candidate, Failure, LaunchRecord
+from tuner.records import Block, Candidate, Failure, Gate, LaunchRecord
 from tuner.space import Listed
 from tuner.study.crashes import CrashesSeen, CrashMemory, crashes_seen, most_crashes
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData, StudyState
@@ -28,6 +28,7 @@ from tuner.study.engine import (
     illegal,
     launch_record,
     not_in_effect,
+    pointless,
     speculates,
     unsettled,
 )
@@ -51,6 +52,7 @@ from tuner.study.planner import (
     Tell,
     Wait,
     idle,
+    invalid_block,
     launches_used,
     may_be_fruitless,
     next_step,
@@ -68,7 +70,7 @@ from tuner.study.schedule import scheduled
 from tuner.study.score import FAILED, ILLEGAL, Score, score
 from tuner.study.store import AlreadyMeasured, StudyStore
 from tuner.study.words import change, described
-from tuner.study.world import RunningServer, StopReport, World
+from tuner.study.world import ENDING_S, RunningServer, StopReport, World
 
 HOST = "127.0.0.1"
 
@@ -575,8 +577,12 @@ class Controller:
             for level in levels:
                 share = share_of_window(data, self.policy, slot, level, look=look)
                 kept = slot.look if look else slot
-                if not self._block(data, up.launch, up.server, up.record, kept, level, share) and not look:
-                    break  # without this level there is no result: the others would be measured for nothing
+                invalid = self._block(data, up.launch, up.server, up.record, kept, level, share)
+                if invalid is None or look:
+                    continue
+                if up.change is not None and invalid.blame == "candidate":
+                    raise LaunchFailed(invalid)  # of the change, as far as is known: a launch of its own tells
+                break  # without this level there is no result: the others would be measured for nothing
             else:
                 self._ask_answers(up.launch, up.server, up.record, slot)
         except LaunchFailed as error:
@@ -616,7 +622,8 @@ class Controller:
         self.world.reconfigure(up.server, up.record, asked)
         info = up.server.server_info()
         if problem := unsettled(self.engine, up.record, asked, info):
-            raise LaunchFailed(up.server.failure() or kind_failure("reconfigure_failed", "readback", problem))
+            ended = up.server.failure(wait_s=ENDING_S if info is None else 0.0)
+            raise LaunchFailed(ended or kind_failure("reconfigure_failed", "readback", problem))
         self.store.reconfigured(up.change, info)
 
     def _take_down(self) -> None:
@@ -634,15 +641,17 @@ class Controller:
         slot: Slot,
         level: int,
         share: float,
-    ) -> bool:
+    ) -> Failure | None:
         """Measures one level until it passes its gates, as often as the policy allows; every block is kept.
 
-        `share` is the part of the usual window. Returns whether a block passed. A look that does not is not repeated:
-        the whole block follows.
+        `share` is the part of the usual window. Returns None when a block passed, else what they failed by. A look that
+        does not pass is not repeated: the whole block follows.
         """
-        had = sum(b.concurrency == level for b in data.by_slot.get(slot, ()))
-        attempts = 1 if slot.role == "look" else self.policy.block_attempts
-        for attempt in range(had, max(had + 1, attempts)):
+        had = [b.launch_id for b in data.by_slot.get(slot, ()) if b.concurrency == level]
+        own = {launch, *(one.id for one in data.launched_for.get(slot.whole, ()))}
+        attempts = 1 if slot.role == "look" else self.policy.block_attempts - sum(one in own for one in had)
+        gates: tuple[Gate, ...] = ()
+        for attempt in range(len(had), len(had) + max(1, attempts)):
             self.observer.working(slot, "block", level)
             outcome = self.world.measure(
                 server,
@@ -661,16 +670,16 @@ class Controller:
             with self.shield():
                 number = self._keep(Entry(launch, slot, attempt, block))
                 self.world.keep_requests(outcome, self.folder / "requests" / f"block-{number}.jsonl.gz")
+            gates = block.gates
             rate = f"{block.tokens_per_s:.1f} tokens/s at {level}"
             if block.valid:
                 self._say("block", f"{self._named(data, slot.candidate_id)}: {rate}", level=level)
-                return True
+                return None
             red = ", ".join(gate.name for gate in block.gates if not gate.ok)
             self._event("invalid_block", f"{self._named(data, slot.candidate_id)}: {rate}, not valid: {red}", gates=red)
             if gate is not None and not gate.ok:
-                said = f"speculation has no effect at concurrency {level}: accept length {gate.value:g} ({gate.detail})"
-                raise LaunchFailed(Failure("spec_inactive", "bench", said))
-        return False
+                raise LaunchFailed(pointless(gate, level))
+        return invalid_block(gates, level, attempt + 1)
 
     def _progress(self, progress: Any) -> None:
         self.alert()

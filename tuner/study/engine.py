@@ -157,16 +157,28 @@ MIN_ACCEPT_LENGTH = 1.005
 def speculates(record: LaunchRecord, block: Block) -> Gate | None:
     """Whether speculation that was asked for did anything in a window; None where it cannot be told or is off.
 
-    A server may report that it speculates, and reject every draft, or bypass it after the first request.
+    A server may report that it speculates, and reject every draft, or bypass it after the first request. One that was
+    told not to, and does, runs with other settings than it says.
     """
-    asked = record.expected.get("speculation", record.settings.get("speculation", "none"))
+    told = {**record.settings, **record.expected}
+    asked = told.get("speculation", "none")
     off_here = _told_to_be_off({**record.expected, **record.settings}, block.concurrency)
     steps = block.counters.get("server_verify_steps")
+    if steps and "speculation" in told and asked in ("none", False):
+        return Gate("no_op_setting", steps, 0.0, False, "verify steps, though speculation is to be off")
     if asked in ("none", False) or off_here or steps is None:
         return None
     length = 1.0 if not steps or block.accept_length is None else block.accept_length
     said = "no verify step in the window" if not steps else f"tokens per verify step, over {steps:.0f} steps"
     return Gate("spec_inactive", round(length, 6), MIN_ACCEPT_LENGTH, length >= MIN_ACCEPT_LENGTH, said)
+
+
+def pointless(gate: Gate, level: int) -> Failure:
+    """The failure that a red gate of `speculates` is."""
+    if gate.name == "no_op_setting":
+        return Failure(gate.name, "bench", f"{gate.value:g} {gate.detail}, at concurrency {level}")
+    said = f"speculation has no effect at concurrency {level}: accept length {gate.value:g} ({gate.detail})"
+    return Failure("spec_inactive", "bench", said)
 
 
 def _told_to_be_off(settings: Mapping[str, Any], level: int) -> bool:

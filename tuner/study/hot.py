@@ -14,6 +14,7 @@ from tuner.records import Candidate, Setting
 from tuner.space import Space
 from tuner.space.space import SPECULATIVE
 from tuner.study.data import Slot, StoredLaunch, StudyData
+from tuner.study.wear import worn
 
 HOT_BASELINE_EVERY = {"short": 4, "full": 3}
 """On one running server the baseline is measured again after so many candidates, so that drift cancels."""
@@ -22,7 +23,8 @@ LEAST_ROW, MOST_ROW = 4, 16
 """Candidates in a row that are sought among those a running server can serve, at least and at most."""
 
 LOST_CAUSE = 3
-"""Changes in a row that failed on running servers, after which the study does without them."""
+"""Changes in a row that failed on running servers, or servers in a row that changes have worn, after which the study
+does without them."""
 
 
 def reachable(hot: Iterable[str], launched: Mapping[str, Setting], wanted: Mapping[str, Setting]) -> bool:
@@ -56,7 +58,7 @@ class Running:
             return True
         if any(each.failure and not each.forgiven for each in data.changed_to.get(slot, ())):
             return False
-        if given_up(data):
+        if given_up(data) or worn(data, self.launch.id):
             return False
         launched = data.settings_of(self.launch.slot.candidate_id)
         return reachable(self.hot, launched, data.settings_of(slot.candidate_id))
@@ -76,22 +78,28 @@ class Running:
 
 def given_up(data: StudyData) -> bool:
     """Whether changes on running servers keep failing, so that every slot gets a launch of its own."""
-    last = [each for each in data.reconfigurations if not each.forgiven and each.state != "asked"][-LOST_CAUSE:]
-    return len(last) == LOST_CAUSE and all(each.state == "failed" for each in last)
+    counted = [each for each in data.reconfigurations if not each.forgiven and each.state != "asked"]
+    last = counted[-LOST_CAUSE:]
+    if len(last) == LOST_CAUSE and all(each.state == "failed" for each in last):
+        return True
+    servers = list(dict.fromkeys(each.launch_id for each in reversed(counted)))[:LOST_CAUSE]
+    return len(servers) == LOST_CAUSE and all(worn(data, launch) for launch in servers)
 
 
 def baseline_slot(data: StudyData, running: Running) -> Slot | None:
     """The screening of the baseline that is due on a running server before its next candidate; None when none is.
 
-    One is due at first and again after every so many candidates. A screening that has begun on this server is finished
-    on it; otherwise it has a number of its own.
+    One is due at first and again after every so many candidates, or after each once changes have worn a server. A
+    screening that has begun on this server is finished on it; otherwise it has a number of its own.
     """
     baseline, fresh = data.baseline.id, fresh_baseline(data)
     mine = _baselines_on(data, running.launch)
     seen = running.candidates(data)
     since = list(reversed(seen)).index(baseline) if baseline in seen else 0
     whole = not mine or all(data.block(mine[-1], level) is not None for level in data.levels)
-    stale = since >= HOT_BASELINE_EVERY[data.space.profile]
+    changed = {each.launch_id for each in data.reconfigurations}
+    every = 1 if any(worn(data, launch) for launch in changed) else HOT_BASELINE_EVERY[data.space.profile]
+    stale = since >= every
     if not mine or stale or (whole and not has_baseline(data, running.launch)):
         return fresh if running.serves(data, fresh) else None
     return mine[-1]

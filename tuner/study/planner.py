@@ -25,6 +25,7 @@ from tuner.study.quality import refused
 from tuner.study.race import looks_due, race
 from tuner.study.score import BASELINE_EVERY, score
 from tuner.study.signature import signature
+from tuner.study.wear import unworn
 
 CONFIRM_FROM = math.log(0.95)
 """A screening score below this is not worth a confirmation: one block is seldom off by more."""
@@ -418,8 +419,9 @@ def baselines_at(data: StudyData, place: str) -> list[Slot]:
 def slot_state(data: StudyData, policy: Policy, slot: Slot) -> SlotState:
     """How far a slot is; failures that were forgiven do not count."""
     launches = [launch for launch in data.launched_for.get(slot, ()) if not launch.forgiven]
-    counted = {launch.id for launch in launches}
-    counted |= {each.launch_id for each in data.changed_to.get(slot, ()) if not each.forgiven}
+    own = {launch.id for launch in launches}
+    changes = [each for each in data.changed_to.get(slot, ()) if not each.forgiven and each.state != "failed"]
+    counted = own | {each.launch_id for each in changes}
     missing = []
     for level in level_order(data, slot):
         if data.block(slot, level) is not None:
@@ -427,9 +429,11 @@ def slot_state(data: StudyData, policy: Policy, slot: Slot) -> SlotState:
         attempts = [b for b in data.by_slot.get(slot, ()) if b.concurrency == level and b.launch_id in counted]
         if len(attempts) >= policy.block_attempts:
             invalid = invalid_block(attempts[-1].block.gates, level, len(attempts))
-            if invalid.blame == "candidate" or slot.role == "confirm":  # a lost pair is made up for by a spare one
+            # What a server gives after a change is held against nobody: the slot's own launch tells.
+            blamed = invalid.blame == "candidate" and sum(b.launch_id in own for b in attempts) >= policy.block_attempts
+            if blamed or slot.role == "confirm":  # a lost pair is made up for by a spare one
                 return SlotState((), unusable=invalid)
-            if len(attempts) >= policy.block_attempts + policy.environment_retries:
+            if invalid.blame != "candidate" and len(attempts) >= policy.block_attempts + policy.environment_retries:
                 return SlotState((), invalid, broken=True)
         missing.append(level)
     failures = [launch.failure for launch in launches if launch.state == "failed" and launch.failure is not None]
@@ -611,6 +615,7 @@ def finalists(data: StudyData, policy: Policy, pairs: int) -> tuple[str, ...]:
     scores = {t.candidate_id: score(data, t.candidate_id) for t in data.scored if not t.running}
     dropped = disqualified(data, policy) | refused(data).keys()
     scores = {c: s for c, s in scores.items() if s.constraints["launch"] <= 0 and c not in dropped}
+    scores = {c: unworn(data, c, s) for c, s in scores.items()}
     overall = [c for c, s in scores.items() if all(v <= 0 for v in s.constraints.values()) and s.value > CONFIRM_FROM]
     chosen: list[str] = []
     if overall:

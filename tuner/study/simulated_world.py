@@ -62,7 +62,7 @@ class _Server:
         """What was asked for is in effect."""
         return {"simulated": True, "effective": dict(self.settings)}
 
-    def failure(self) -> Failure | None:
+    def failure(self, *, wait_s: float = 0.0) -> Failure | None:
         """It runs."""
         return None
 

@@ -14,7 +14,8 @@ from tuner.records import Block, Failure, LaunchRecord, Role
 from tuner.space import Space
 
 _FLUSH_S = 30.0
-_CHANGE_S = 120.0
+ENDING_S = 1.0
+"""How long a server that has dropped a connection may take to end."""
 
 
 class StopReport(Protocol):
@@ -49,8 +50,8 @@ class RunningServer(Protocol):
     def server_info(self) -> dict[str, Any] | None:
         """What it says about itself; None when it does not say."""
 
-    def failure(self) -> Failure | None:
-        """Why it has ended; None while it runs."""
+    def failure(self, *, wait_s: float = 0.0) -> Failure | None:
+        """Why it has ended; None while it runs. One that is about to end may take `wait_s`."""
 
     def cpu_s(self) -> float:
         """CPU seconds of its living processes so far."""
@@ -129,8 +130,18 @@ def flush(record: LaunchRecord, key: str | None = None) -> str | None:
     return None if answer.status == 200 else f"POST {record.flush_path}: status {answer.status}"
 
 
-def reconfigure(record: LaunchRecord, change: Change, key: str | None = None) -> str | None:
-    """Put a running server to other hot settings. What went wrong, if it did: then nothing is known of its settings."""
+def reconfigure(
+    record: LaunchRecord,
+    change: Change,
+    key: str | None = None,
+    *,
+    limit_s: float,
+    watch: Callable[[], None] | None = None,
+) -> str | None:
+    """Put a running server to other hot settings. What went wrong, if it did: then nothing is known of its settings.
+
+    The whole answer has `limit_s`; `watch` is called meanwhile, and ends the request when it raises.
+    """
     import httpx
 
     from tuner.ask import ask
@@ -138,7 +149,9 @@ def reconfigure(record: LaunchRecord, change: Change, key: str | None = None) ->
     try:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         url = record.base_url + change.path
-        answer = ask("POST", url, body=change.body, headers=headers, timeout_s=_CHANGE_S)
+        answer = ask("POST", url, body=change.body, headers=headers, timeout_s=limit_s, total_s=limit_s, watch=watch)
+    except httpx.TimeoutException:
+        return f"POST {change.path}: no answer in {limit_s:g} s"
     except httpx.HTTPError as error:
         return f"POST {change.path}: {error!r}"
     if answer.status == 200:
@@ -242,16 +255,20 @@ class Machine:
         return outcome
 
     def reconfigure(self, server: RunningServer, record: LaunchRecord, change: Change) -> None:
-        """Puts a running server to a record's hot settings.
+        """Puts a running server to a record's hot settings, within the time that a start may be silent.
 
         Raises:
-            LaunchFailed: it did not take them, or has ended.
+            LaunchFailed: it did not take them, or has ended; that is noticed whoever still holds its connection.
         """
         from tuner.launch.kinds import failure
 
-        if problem := reconfigure(record, change, self._api_key):
+        def watch() -> None:
+            if found := server.failure():
+                raise LaunchFailed(found)
+
+        if problem := reconfigure(record, change, self._api_key, limit_s=self._launch.stall_s, watch=watch):
             said = problem.replace(self._api_key, "(the API key)") if self._api_key else problem
-            raise LaunchFailed(server.failure() or failure("reconfigure_failed", "bench", said))
+            raise LaunchFailed(server.failure(wait_s=ENDING_S) or failure("reconfigure_failed", "bench", said))
 
     def _siblings_cpu_s(self, server: RunningServer) -> float:
         return self._siblings.cpu_s((os.getpid(), server.pid)) if self._siblings else 0.0

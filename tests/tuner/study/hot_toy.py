@@ -49,7 +49,7 @@ class HotServer(ToyServer):
     def __init__(self, machine: HotMachine, record: LaunchRecord) -> None:
         super().__init__(machine, record)
         self.in_force = {**DEFAULTS, **record.settings}
-        self.changed = False
+        self.changed = 0
 
     def server_info(self) -> dict[str, Any]:
         return {"effective": dict(self.in_force)}
@@ -58,12 +58,15 @@ class HotServer(ToyServer):
 @dataclass
 class HotMachine(ToyMachine):
     """Launches are dear. `refuses(changes)`: why a change is answered with an error; `keeps`: settings that a change
-    leaves as they were; `hot_fails(settings)`: how the server fails under load once its settings were changed."""
+    leaves as they were; `hot_fails(settings)`: how the server fails under load once its settings were changed;
+    `hot_garbles(settings)`: whether its blocks are not valid then; `wear`: what each change costs it of its speed."""
 
     speed: Callable[[Mapping[str, Any], int], float] = hot_speed
     refuses: Callable[[Mapping[str, Any]], str | None] = lambda _changes: None
     keeps: frozenset[str] = frozenset()
     hot_fails: Callable[[Mapping[str, Any]], Failure | None] = lambda _settings: None
+    hot_garbles: Callable[[Mapping[str, Any]], bool] = lambda _settings: False
+    wear: float = 0.0
     changes: list[Mapping[str, Any]] = field(default_factory=list)
     turns: list[tuple[int, Mapping[str, Any], int]] = field(default_factory=list)
     """(number of starts so far, what is in force, level) of every block."""
@@ -78,7 +81,7 @@ class HotMachine(ToyMachine):
         self.changes.append(change.body)
         if why := self.refuses(change.body):
             raise LaunchFailed(Failure("reconfigure_failed", "bench", why, blame="environment"))
-        server.changed = True
+        server.changed += 1
         server.in_force |= {name: value for name, value in change.body.items() if name not in self.keeps}
         server.record = replace(record, port=server.record.port)
 
@@ -88,4 +91,10 @@ class HotMachine(ToyMachine):
         told = {name: value for name, value in record.settings.items() if name in HOT}
         assert server.in_force == {**server.in_force, **DEFAULTS, **told}, "measured with other settings than asked"
         self.turns.append((len(self.starts), dict(record.settings), given["concurrency"]))
-        return super().measure(server, record, **given)
+        speed, valid = self.speed, self.valid
+        self.speed = lambda settings, level: speed(settings, level) * (1 - self.wear) ** server.changed
+        self.valid = lambda s, level, n: valid(s, level, n) and not (server.changed and self.hot_garbles(s))
+        try:
+            return super().measure(server, record, **given)
+        finally:
+            self.speed, self.valid = speed, valid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from tuner.study.hot import reachable, saving
 from tuner.study.in_memory import simulate
 from tuner.study.planner import launches_used
 from tuner.study.policy import Policy
+from tuner.study.wear import worn
 
 POLICY = Policy(pairs=4)
 
 
 def run(folder: Path, machine: HotMachine | None = None, *overrides: str, policy: Policy = POLICY) -> Any:
     machine = machine or HotMachine()
+    folder.mkdir(exist_ok=True)
     store = study(folder, space(SPACE, *overrides))
     return controller(store, machine, HotEngine(), policy=policy).run(), machine
 
@@ -164,6 +167,7 @@ def test_changes_that_never_work_are_given_up(tmp_path):
     assert recommendation(data).overall.winner is not None
 
 
+@dataclass
 class Jittery(HotMachine):
     """No two starts take the same time, as on any machine."""
 
@@ -174,8 +178,70 @@ class Jittery(HotMachine):
         return server
 
 
-@pytest.mark.parametrize(("look", "kills"), [(0.0, 15), (1 / 3, 12)], ids=["whole blocks", "racing"])
-def test_a_kill_between_any_two_writes_ends_in_the_same_decision(tmp_path, look, kills):
+def test_garbled_output_after_a_change_is_measured_again_on_a_launch_of_its_own(tmp_path):
+    machine = HotMachine(hot_garbles=lambda settings: settings.get("num_steps") == 3)
+    data, _ = run(tmp_path, machine, "parameters.threads.choices=[1]", "budget.launches=20")
+    wrong = [each for each in data.reconfigurations if each.failure]
+    assert wrong
+    assert {(each.failure.kind, each.failure.phase) for each in wrong} == {("degenerate_output", "bench")}
+    for each in wrong:
+        launch = data.launched_for[each.slot][0]
+        assert {b.concurrency for b in data.on_launch[launch.id] if b.candidate_id == each.slot.candidate_id} == {1, 8}
+    assert all(trial.constraints["launch"] <= 0 for trial in data.measured), "nobody is blamed"
+    assert recommendation(data).overall.winner.settings["num_steps"] == 3
+
+
+def test_output_that_is_garbled_on_a_launch_of_its_own_too_is_the_candidates_fault(tmp_path):
+    machine = HotMachine(valid=lambda settings, _level, _count: settings.get("num_steps") != 3)
+    data, _ = run(tmp_path, machine, "parameters.threads.choices=[1]", "budget.launches=20")
+    guilty = {data.settings_of(t.candidate_id)["num_steps"] for t in data.measured if t.constraints["launch"] > 0}
+    assert guilty == {3}
+    for trial in data.measured:
+        own = [b for b in data.blocks.values() if b.candidate_id == trial.candidate_id and not b.block.valid]
+        assert len(own) <= 2 * POLICY.block_attempts
+
+
+def test_garbled_output_of_the_baseline_after_a_change_does_not_stop_the_study(tmp_path):
+    machine = HotMachine(hot_garbles=lambda settings: settings["speculation"] == "none")
+    data, _ = run(tmp_path, machine, "budget.launches=20")
+    assert data.state == "done"
+    assert recommendation(data).overall.winner.settings["num_steps"] == 3
+
+
+def test_a_server_that_changes_wear_serves_no_further_candidate_and_changes_are_given_up(tmp_path):
+    machine = HotMachine(wear=0.1)
+    data, _ = run(tmp_path, machine, "budget.launches=24", "parameters.threads.choices=[1]")
+    changed = {each.launch_id for each in data.reconfigurations}
+    first, *later = sorted(launch for launch in changed if worn(data, launch))
+    assert worn(data, first)
+    for launch in later:
+        candidates = [b.candidate_id for b in data.on_launch[launch]]
+        assert len(set(candidates) - {data.baseline.id}) <= 2, "the baseline has a turn after each, once that is known"
+    assert len(changed) <= 3, "after three such servers every candidate gets a launch of its own"
+    assert recommendation(data).overall.winner.settings["num_steps"] == 3, "wear is not taken for slowness"
+    assert recommendation(data).overall.winner.settings["disable_batch_threshold"] == 4
+    undisturbed, _ = run(tmp_path / "undisturbed", HotMachine(), "budget.launches=24")
+    assert not [launch for launch in undisturbed.launches if worn(undisturbed, launch.id)]
+
+
+DIES = Failure("died_mid_bench", "bench", "it died")
+FAULTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "refused": {"refuses": lambda changes: "no room" if changes["num_steps"] == 2 else None},
+    "never": {"refuses": lambda _changes: "not here"},
+    "kept": {"keeps": frozenset({"disable_batch_threshold"})},
+    "dies": {"hot_fails": lambda settings: DIES if settings.get("num_steps") == 2 else None},
+    "dies, own too": {"fails": lambda phase, s, _n: DIES if s.get("num_steps") == 2 and phase == "bench8" else None},
+    "garbled": {"hot_garbles": lambda settings: settings.get("num_steps") == 2},
+    "garbled, own too": {"valid": lambda settings, _level, _n: settings.get("num_steps") != 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("look", "kills", "fault"),
+    [(0.0, 15, "none"), (1 / 3, 12, "none"), *((0.0, 8, fault) for fault in FAULTS if fault != "none")],
+)
+def test_a_kill_between_any_two_writes_ends_in_the_same_decision(tmp_path, look, kills, fault):
     from tests.tuner.study.test_study_resume import Watched, copy_database, kept_files
 
     moments: list[tuple[str, Path]] = []
@@ -191,19 +257,22 @@ def test_a_kill_between_any_two_writes_ends_in_the_same_decision(tmp_path, look,
     small = ("parameters.num_steps.high=2", "budget.launches=14", "budget.candidates=6")
     store = study(tmp_path, space(SPACE, *small))
     policy = Policy(pairs=1, look=look)
-    whole = controller(Watched(store, keep), Watched(Jittery(), keep), HotEngine(), policy=policy).run()
-    assert {"after ask_reconfiguration", "after reconfigured"} <= {name for name, _ in moments}
+    whole = controller(Watched(store, keep), Watched(Jittery(**FAULTS[fault]), keep), HotEngine(), policy=policy).run()
+    worked = {"after reconfiguration_failed" if fault in ("never", "kept") else "after reconfigured"}
+    assert {"after ask_reconfiguration"} | worked <= {name for name, _ in moments}
     for i, (name, moment) in list(enumerate(moments))[:: max(1, len(moments) // kills)]:
         shutil.copytree(moment, tmp_path / f"again-{i}")
         store = study(tmp_path / f"again-{i}", space(SPACE, *small))
         before = store.data()
-        machine = Watched(Jittery(), lambda _name: None)
+        machine = Watched(Jittery(**FAULTS[fault]), lambda _name: None)
         data = controller(store, machine, HotEngine(), policy=policy).run()
         assert [t.candidate_id for t in data.trials] == [t.candidate_id for t in whole.trials], name
         assert before.blocks.items() <= data.blocks.items()
         assert recommendation(data).overall.winner == recommendation(whole).overall.winner
+        blamed = {t.candidate_id for t in data.measured if t.constraints["launch"] > 0}
+        assert blamed == {t.candidate_id for t in whole.measured if t.constraints["launch"] > 0}, name
         for trial in data.measured:
-            for level in data.levels:
+            for level in data.levels if trial.candidate_id not in blamed else ():
                 slot = Slot(trial.candidate_id, "screen", 0)
                 assert data.block(slot, level) or (look and data.block(slot.look, level))
 

@@ -141,7 +141,7 @@ class ToyServer:
     def server_info(self) -> dict[str, Any] | None:
         return {"effective": dict(self.record.settings)}
 
-    def failure(self) -> Failure | None:
+    def failure(self, *, wait_s: float = 0.0) -> Failure | None:
         return None
 
     def cpu_s(self) -> float:
