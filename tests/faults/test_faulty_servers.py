@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.faults.conftest import PATIENT
 from tuner.bench.block import BlockOutcome, measure_block
 from tuner.bench.plan import WindowPlan
 from tuner.bench.prompts import Prompt
@@ -534,3 +535,34 @@ def test_what_a_server_prints_is_never_taken_for_a_result(launch: Launch) -> Non
     assert block.tokens_per_s < 1e6
     assert block.accept_length is None
     assert server.failure() is None
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Iterator[Path]:
+    """A control group with little memory."""
+    version1 = Path("/sys/fs/cgroup/memory")
+    group = (version1 if version1.is_dir() else Path("/sys/fs/cgroup")) / f"spec-tuner-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if version1.is_dir() else "memory.max")).write_text(str(96 << 20))
+    except OSError as error:
+        if group.is_dir():
+            group.rmdir()
+        pytest.skip(f"no control group with a limit can be made here: {error}")
+    yield group
+    wait_until(lambda: not (group / "cgroup.procs").read_text(), 5.0)
+    group.rmdir()
+
+
+def test_a_server_that_the_kernel_ends_in_a_group_of_its_own_has_run_out_of_memory(
+    launch: Launch, faulty: Faulty, limited: Path
+) -> None:
+    """Nothing of it stands in the server's log, and the group's counter is not that of the tuner's own group."""
+    record = faulty("eats_memory")
+    enter = f'echo $$ > {limited}/cgroup.procs && exec "$@"'
+    server = launch(replace(record, argv=("/bin/sh", "-c", enter, "sh", *record.argv)), limits=PATIENT)
+    server.wait_ready()
+    failure, _ = failing(server.smoke)
+    assert (failure.kind, failure.phase, failure.blame) == ("oom_under_load", "smoke", "candidate")
+    assert failure.exit_status == -signal.SIGKILL
+    assert "the kernel has ended a process for want of memory" in failure.message

@@ -47,7 +47,7 @@ def real(request: pytest.FixtureRequest) -> Iterator[Runtime]:
 @pytest.fixture
 def box(real: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     """A runtime that works; nothing of its containers may be left after the test."""
-    monkeypatch.chdir(tmp_path)  # where podman's monitor leaves a file when memory has run out
+    monkeypatch.chdir(tmp_path)
     for name, value in real.env.items():
         monkeypatch.setenv(name, value)
     before = set(real.ids())
@@ -153,6 +153,9 @@ def test_memory_that_runs_out_in_a_real_container_is_the_class(box: Runtime, lau
     failure, _ = failing(server.smoke)
     assert (failure.kind, failure.blame) == ("oom_under_load", "candidate")
     assert "memory" in failure.message, "podman does not always say so itself; then the kernel does"
+    assert server.stop().clean
+    assert not Path("oom").exists(), "nothing is left where the tuner was started"
+    assert not [path for path in server.log_path.parent.iterdir() if path.suffix == ".run"]
 
 
 @pytest.mark.slow

@@ -247,6 +247,7 @@ class LaunchContainer:
         self.ref = ref
         self.marker = marker
         self._cidfile = cidfile
+        self._folder = cidfile.with_suffix(".run")
         self._id = ""
         self._last: State | None = None
         cidfile.unlink(missing_ok=True)
@@ -255,6 +256,23 @@ class LaunchContainer:
         """The record's command with what is of this launch alone: where its id goes, and our label."""
         mine = ("--cidfile", str(self._cidfile), "--label", f"{LABEL}={self.marker}")
         return (*record.argv[:2], *mine, *record.argv[2:])
+
+    def folder(self, record: LaunchRecord) -> Path | None:
+        """Where its client runs, None for the tuner's own folder: that of a runtime with a daemon, or of a command that
+        names something there.
+
+        podman's monitor leaves a file called `oom` where it was started when memory runs out.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        named = [part for word in record.argv[1:] for part in (word, word.partition("=")[2])]
+        if self.ref.runtime != "podman" or any(
+            part and not part.startswith("/") and Path(part).exists() for part in named
+        ):
+            return None
+        self._folder.mkdir(exist_ok=True)
+        return self._folder
 
     @property
     def id(self) -> str:
@@ -309,7 +327,10 @@ class LaunchContainer:
         Returns the ids that could not be removed.
         """
         found = marked(self.ref.runtime, self.marker)
-        return tuple(state.id for state in found if not remove(self.ref.runtime, state.id, gone_s))
+        left = tuple(state.id for state in found if not remove(self.ref.runtime, state.id, gone_s))
+        if self._folder.is_dir():
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return left
 
 
 def _started(process: Process) -> float:

@@ -212,7 +212,7 @@ class Server:
         # A container's runtime keeps processes of its own; what runs inside is found by the container.
         self._family = Family(process.pid, marker, lambda: log.pump_pid, adopts=container is None)
         self._notes = NoteBook(marker, self._family.key)
-        self._oom_kills = kernel.oom_kills(everywhere=container is not None)
+        self._oom = kernel.OomWatch(everywhere=container is not None)
         self._looking = threading.Lock()
         self._ended = threading.Event()
         self._looker = threading.Thread(target=self._look_on, daemon=True, name="look-at-server")
@@ -275,7 +275,7 @@ class Server:
                 stdout=log.write_end,
                 stderr=subprocess.STDOUT,
                 env=environment(record, text),
-                cwd=record.cwd or None,
+                cwd=container.folder(record) if container is not None else record.cwd or None,
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
@@ -580,7 +580,7 @@ class Server:
             symptom=symptom,
             seen=seen,
             own_rules=self.record.log_rules,
-            kernel_oom=kernel.oom_kills(everywhere=container is not None) > self._oom_kills,
+            kernel_oom=self._oom.killed(),
             started=logs.read(self.log_path, 0, self._ready_at, _LOG_LIMIT)
             if phase == "bench" and self._ready_at
             else "",
@@ -608,6 +608,7 @@ class Server:
         with self._looking:
             members = self._family.members()
             self._segments.look(process.pid for process in members)
+            self._oom.look(process.pid for process in members)
             segments = [(segment.name, segment.inode) for segment in self._segments.mine()]
             self._notes.see([process.key for process in members], segments)
 
