@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -17,14 +18,17 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from tests.faults import contained_study
 from tests.faults.conftest import PATIENT, faulty_record
 from tests.faults.real_runtime import IMAGE, Runtime, Unusable, find, interpreter, mounts
 from tests.faults.test_faulty_servers import failing
+from tests.tuner.study.test_study_resume import outcome
 from tuner.cli.app import app
 from tuner.engines.container import contained
 from tuner.errors import EnvironmentBroken
 from tuner.launch import container
 from tuner.launch.leftovers import leftovers
+from tuner.launch.ports import is_free
 from tuner.launch.processes import marker_of, marker_text, wait_until
 from tuner.launch.reap import marked, reap
 from tuner.launch.server import Server
@@ -303,3 +307,48 @@ def test_a_real_container_of_a_killed_tuner_is_listed_and_cleared_by_its_label(
         owner.kill()
         container.reap(mine, (box.name,), grace_s=0)
         reap(mine, grace_s=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_study_in_real_containers_whose_tuner_is_killed_goes_on_and_leaves_nothing(
+    box: Runtime, tmp_path: Path
+) -> None:
+    """Killed in the search and in the confirmation; it ends as one of plain processes that nobody disturbed."""
+    plain, folder = tmp_path / "plain", tmp_path / "contained"
+    plain.mkdir()
+    folder.mkdir()
+    expected = contained_study.run(plain, contained_study.text())
+    given = (box.name, IMAGE, interpreter(), json.dumps(mounts()))
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.faults.contained_study", str(folder), *given]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    for blocks in (2, len(expected.blocks) - 1):
+        tuner = subprocess.Popen(command, cwd=root, env=environment)
+        try:
+            assert wait_until(lambda: len(_blocks(folder)) >= blocks and box.ids() != [], 240)  # noqa: B023
+        finally:
+            tuner.kill()
+            tuner.wait()
+        before = _blocks(folder)
+    assert subprocess.run(command, cwd=root, env=environment, check=False, timeout=400).returncode == 0
+    store = contained_study.opened(folder, contained_study.text(*given[:3], mounts()))
+    data = store.data()
+    assert before <= _blocks(folder), "no block is lost"
+    assert outcome(data) == outcome(expected)
+    assert box.ids() == []
+    assert marked(marker_text({"study": data.uid})) == []
+    assert not [launch for launch in data.launches if launch.ended_at is None]
+    assert all(is_free(launch.record.port) for launch in data.launches if launch.record)
+
+
+def _blocks(folder: Path) -> set[tuple[Any, ...]]:
+    """The blocks of a study as they lie in its database."""
+    file = folder / "study.db"
+    if not file.exists():
+        return set()
+    with sqlite3.connect(file) as connection:
+        names = {name for (name,) in connection.execute("select name from sqlite_master")}
+        if "tuner_blocks" not in names:
+            return set()
+        return set(connection.execute("select id, candidate, concurrency, role, repetition, block from tuner_blocks"))
