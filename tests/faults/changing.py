@@ -23,7 +23,7 @@ from tuner.launch.reap import marked, reap
 from tuner.launch.server import LaunchLimits, Server
 from tuner.records import Failure, LaunchRecord
 from tuner.study.controller import Controller
-from tuner.study.planner import Policy
+from tuner.study.policy import Policy
 from tuner.study.store import StudyStore
 from tuner.study.world import Machine
 

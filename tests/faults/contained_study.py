@@ -17,7 +17,7 @@ from tests.tuner.study.toy_study import controller, space, study
 from tuner.engines.base import get_engine
 from tuner.launch.server import Server
 from tuner.records import LaunchRecord
-from tuner.study.planner import Policy
+from tuner.study.policy import Policy
 from tuner.study.store import StudyStore
 from tuner.study.world import Machine
 
