@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,30 @@ def test_a_holder_in_another_pid_namespace_lives_until_its_lease_expires():
     assert not alive(elsewhere, expires_at=1, now=2)
     assert not alive(Holder(us.host, "another boot/12345", us.pid, us.pid_started), 2, 1)
     assert alive(Holder(us.host, boot, us.pid, us.pid_started), 1, 2), "of a version that did not note the namespace"
+
+
+def test_starts_at_the_same_moment_are_refused_in_words_that_name_the_one_that_works(tmp_path):
+    """Of several at once one begins; all others, and all that come later at once, are told which."""
+    for store in (study(tmp_path), None):
+        engines = [study(tmp_path).engine for _ in range(4)]
+        barrier = threading.Barrier(len(engines))
+        said: list[str] = []
+
+        def start(engine, barrier=barrier, said=said):
+            barrier.wait()
+            try:
+                acquire(engine, "toy")
+                said.append("began")
+            except UsageError as error:
+                said.append(str(error))
+
+        threads = [threading.Thread(target=start, args=(engine,)) for engine in engines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        refused = [words for words in said if words != "began"]
+        assert len(refused) == (len(engines) if store is None else len(engines) - 1), said
+        for words in refused:
+            assert f"process {os.getpid()} on" in words
+            assert "Nothing was started; wait for it, or end it and run the same again" in words

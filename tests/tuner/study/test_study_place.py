@@ -15,7 +15,7 @@ from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import Failure
 from tuner.space import parse_space
 from tuner.study import tables
-from tuner.study.engine import speculates
+from tuner.study.engine import pointless, speculates
 from tuner.study.hardware import hardware
 from tuner.study.place import measuring, network_filesystem
 from tuner.study.policy import Policy
@@ -137,6 +137,10 @@ def test_speculation_whose_drafts_are_all_rejected_or_that_never_drafts_is_inact
     assert drafted(1000, 1.2, ngram).ok
     assert drafted(None, None, ngram) is None, "the server does not tell"
     assert drafted(0, None, {"speculation": "none"}) is None
+    lies = drafted(1000, 1.2, {"speculation": "none"})
+    assert not lies.ok, "it was told not to speculate, and says so, and does"
+    assert pointless(lies, 8).kind == "no_op_setting"
+    assert drafted(1000, 1.2, {}) is None, "a server of its own mind, in a space that knows nothing of speculation"
     assert drafted(0, None, {**ngram, "disable_batch_threshold": 4}) is None, "it was told to be off at eight streams"
     assert not drafted(0, None, {**ngram, "disable_batch_threshold": 8}).ok
     assert drafted(0, None, {**ngram, "steps_by_batch": "1:3,8:0"}) is None
@@ -184,6 +188,16 @@ def test_a_study_on_a_network_file_system_is_warned_of_and_runs(tmp_path, monkey
     run_study(store, observer=told, engine=controller(store, ToyMachine()).engine, world=ToyMachine(), folder=tmp_path)
     (warning,) = [event.message for event in told.events if event.kind == "storage"]
     assert "PostgreSQL" in warning
+
+
+def test_a_second_study_on_other_devices_is_not_told_of_the_first_and_one_on_the_same_is(tmp_path):
+    with measuring("first", tmp_path, ("0", "1")):
+        with measuring("second", tmp_path, ("2",)) as met:
+            assert met is None
+        with measuring("second", tmp_path, ("1", "2")) as met:
+            assert "study first" in met
+        with measuring("second", tmp_path) as met:
+            assert "is measuring on this machine as well" in met
 
 
 def test_a_second_study_on_the_machine_is_told_of_the_first(tmp_path):
