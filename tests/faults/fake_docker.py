@@ -96,7 +96,7 @@ class Daemon:
             try:
                 process = subprocess.Popen(
                     container["_command"],
-                    env=container["_env"],
+                    env={**container["_env"], "HOSTNAME": name},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -113,7 +113,7 @@ class Daemon:
     def watch(self, name: str) -> None:
         process = self.processes[name]
         code = process.wait()
-        kill_session(process.pid)  # a container ends with its first process
+        end_all(process.pid, name)  # a container ends with its first process
         state = self.containers[name]["State"]
         killed = code == -signal.SIGKILL and bool(self.rules().get("oom_killed"))
         state |= {
@@ -140,7 +140,7 @@ class Daemon:
         if process is not None and process.poll() is None:
             process.terminate()
             if not self.ended(container, grace):
-                kill_session(process.pid)
+                end_all(process.pid, container["Id"])
                 self.ended(container, 10)
         return container["Id"]
 
@@ -150,7 +150,7 @@ class Daemon:
             raise LookupError("could not kill: tried to kill container, but did not receive an exit event")
         process = self.processes.get(container["Id"])
         if process is not None and process.poll() is None:
-            kill_session(process.pid)
+            end_all(process.pid, container["Id"])
             self.ended(container, 10)
         self.containers.pop(container["Id"])
         return container["Id"]
@@ -167,10 +167,14 @@ class Daemon:
         return [name for name, has in labels.items() if key in has and (not equals or has[key] == value)]
 
 
-def kill_session(pid: int) -> None:
+def end_all(pid: int, name: str) -> None:
+    """Kills all that a container has run, in whatever session: a real one takes its pid namespace with it."""
+    mine = f"HOSTNAME={name}".encode()
     for entry in os.listdir("/proc"):
         try:
-            if entry.isdigit() and os.getsid(int(entry)) == pid:
+            if not entry.isdigit():
+                continue
+            if os.getsid(int(entry)) == pid or mine in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
                 os.kill(int(entry), signal.SIGKILL)
         except OSError:
             continue

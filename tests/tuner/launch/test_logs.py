@@ -7,12 +7,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuner.launch import logs, pump
 
 
+@settings(deadline=None)  # of a busy machine
 @given(st.lists(st.binary(max_size=60), max_size=30), st.integers(1, 40), st.integers(1, 30))
 def test_the_beginning_and_the_end_are_kept_within_the_cap(chunks: list[bytes], head: int, segment: int) -> None:
     with TemporaryDirectory() as folder:

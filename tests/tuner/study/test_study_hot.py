@@ -239,7 +239,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("look", "kills", "fault"),
-    [(0.0, 15, "none"), (1 / 3, 12, "none"), *((0.0, 8, fault) for fault in FAULTS if fault != "none")],
+    [(0.0, 15, "none"), (1 / 3, 12, "none"), *((0.0, 4, fault) for fault in FAULTS if fault != "none")],
 )
 def test_a_kill_between_any_two_writes_ends_in_the_same_decision(tmp_path, look, kills, fault):
     from tests.tuner.study.test_study_resume import Watched, copy_database, kept_files
