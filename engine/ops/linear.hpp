@@ -69,6 +69,7 @@ constexpr int kVectors = kColumns / kLanes;      // vectors across an int8 or in
 constexpr int kWide = 2 * kLanes;                // outputs in a panel of bfloat16 weights
 constexpr int kFewRows = ST_LANES == 16 ? 8 : 4; // rows of whole-number kernels: what the registers hold
 constexpr int kFloatRows = ST_LANES == 16 ? 12 : 6;
+constexpr int64_t kAhead = 2560;  // bytes
 constexpr int64_t kRowBlock = 48; // rows that go over a panel together: they stay in the cache
 
 inline int64_t wide_size(int64_t n, int64_t k) { return ceil_div(n, kWide) * kWide * k; }
@@ -154,6 +155,12 @@ template <typename T> void round_rows(const T* x, int64_t m, int64_t k, Rounded&
   });
 }
 
+// Fetches what one group of a panel needs, some groups ahead of its use.
+template <Kind kind> inline void fetch_ahead(const uint8_t* w) {
+  for (int64_t at = 0; at < group_bytes(kind); at += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(w + kAhead + at), _MM_HINT_T0);
+}
+
 // One panel times R rows: total[R][16].
 template <int R> void int4_panel(const uint8_t* w, const Rounded& x, int64_t row, float* total) {
   const int64_t groups = x.groups, width = groups * kGroup;
@@ -166,6 +173,7 @@ template <int R> void int4_panel(const uint8_t* w, const Rounded& x, int64_t row
     for (auto& lane : line)
       lane = zeros();
   for (int64_t g = 0; g < groups; ++g, w += group_bytes(Kind::kInt4)) {
+    fetch_ahead<Kind::kInt4>(w);
     Bytes dot[R][kVectors];
     for (auto& line : dot)
       for (auto& lane : line)
@@ -208,6 +216,7 @@ template <int R> void int8_panel(const uint8_t* w, const Rounded& x, int64_t row
     for (auto& lane : line)
       lane = zeros();
   for (int64_t g = 0; g < groups; ++g, w += group_bytes(Kind::kInt8)) {
+    fetch_ahead<Kind::kInt8>(w);
     Bytes dot[R][kVectors];
     for (auto& line : dot)
       for (auto& lane : line)
