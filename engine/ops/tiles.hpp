@@ -81,8 +81,11 @@ inline Pieces cut(int64_t m, int64_t pairs, int64_t depth, int threads) {
   return {rows, std::min(std::max<int64_t>(1, kPart / pair_bytes), shared * row_pieces)};
 }
 
-// One pair of column tiles times two row tiles (a, and b if there are two).
-template <bool Two>
+constexpr int64_t kTilesAhead = 4;
+
+// One pair of column tiles times two row tiles (a, and b if there are two); Fetch: the weights come from memory, and
+// are fetched ahead of their use.
+template <bool Two, bool Fetch>
 void multiply_pair(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, const bf16* w0, const bf16* w1,
                    int64_t depth) {
   _tile_zero(0);
@@ -92,6 +95,11 @@ void multiply_pair(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_str
     _tile_zero(3);
   }
   for (int64_t d = 0; d < depth; ++d) {
+    if constexpr (Fetch)
+      for (int64_t at = 0; at < kTileSize; at += kDepth) {
+        _mm_prefetch(reinterpret_cast<const char*>(w0 + (d + kTilesAhead) * kTileSize + at), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(w1 + (d + kTilesAhead) * kTileSize + at), _MM_HINT_T0);
+      }
     _tile_stream_loadd(6, w0 + d * kTileSize, 64);
     _tile_stream_loadd(7, w1 + d * kTileSize, 64);
     _tile_loadd(4, a + d * kDepth, a_stride);
@@ -143,10 +151,16 @@ void linear_bf16(const bf16* x, int64_t m, int64_t k, const bf16* packed, int64_
         for (int64_t tile = first_tile; tile < last_tile; tile += 2) {
           const bool two = tile + 1 < last_tile;
           const bf16* a = rows_at(tile);
-          if (two)
-            multiply_pair<true>(a, stride_of(tile), rows_at(tile + 1), stride_of(tile + 1), w0, w1, depth);
+          const bf16* b = two ? rows_at(tile + 1) : a;
+          const int64_t a_stride = stride_of(tile), b_stride = stride_of(two ? tile + 1 : tile);
+          if (two && tile == first_tile)
+            multiply_pair<true, true>(a, a_stride, b, b_stride, w0, w1, depth);
+          else if (two)
+            multiply_pair<true, false>(a, a_stride, b, b_stride, w0, w1, depth);
+          else if (tile == first_tile)
+            multiply_pair<false, true>(a, a_stride, b, b_stride, w0, w1, depth);
           else
-            multiply_pair<false>(a, stride_of(tile), nullptr, 0, w0, w1, depth);
+            multiply_pair<false, false>(a, a_stride, b, b_stride, w0, w1, depth);
           _tile_stored(0, results[0], 64);
           _tile_stored(1, results[1], 64);
           if (two) {
