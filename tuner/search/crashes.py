@@ -124,7 +124,7 @@ class Regions:
         self.conditions = tuple(_conditions([each.settings for each in crashed])) if len(crashed) >= NEED_ONE else ()
         bad = _truth(self.conditions, [each.settings for each in crashed])
         good = _truth(self.conditions, worked)
-        crashes, works = bad.T @ bad, good.T @ good
+        crashes, works = (bad.T @ bad).astype(int), (good.T @ good).astype(int)
         needed = np.full_like(crashes, NEED_TWO)
         np.fill_diagonal(needed, NEED_ONE)
         alone = np.diag(works)
@@ -132,7 +132,7 @@ class Regions:
         np.fill_diagonal(matters, len(worked) >= NEED_ONE)
         ruled_out = (works == 0) & matters & (crashes >= needed)
         # With equal evidence the simpler region explains more.
-        self.weight = np.where(ruled_out, 2 * crashes + np.eye(len(self.conditions), dtype=np.int32), 0)
+        self.weight = np.where(ruled_out, 2 * crashes + np.eye(len(self.conditions), dtype=int), 0)
         self._bad = bad
 
     def of(self, settings: Mapping[str, Any]) -> Region | None:
@@ -142,7 +142,7 @@ class Regions:
         if not weight.size or not weight.max():
             return None
         first, second = (int(here[i]) for i in divmod(int(weight.argmax()), len(here)))
-        met = np.flatnonzero(self._bad[:, first] & self._bad[:, second])
+        met = np.flatnonzero(self._bad[:, first] * self._bad[:, second])
         chosen = dict.fromkeys((self.conditions[first], self.conditions[second]))
         sources = tuple(source for i in met if (source := self.crashed[i].source))
         return Region(tuple(chosen), len(met), sources)
@@ -175,8 +175,23 @@ def _conditions(crashed: Sequence[Mapping[str, Any]]) -> Iterable[Condition]:
 
 
 def _truth(conditions: Sequence[Condition], settings: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    found = [[condition.holds(each) for condition in conditions] for each in settings]
-    return np.array(found, dtype=np.int32).reshape(len(settings), len(conditions))
+    """Whether each condition holds (1) or not (0), settings × conditions."""
+    found = np.zeros((len(settings), len(conditions)), np.float32)
+    columns: dict[str, tuple[list[Any], np.ndarray]] = {}
+    for j, condition in enumerate(conditions if settings else ()):
+        if condition.name not in columns:
+            columns[condition.name] = _column(settings, condition.name)
+        values, which = columns[condition.name]
+        found[:, j] = np.array([condition.of(value) for value in values], np.float32)[which]
+    return found
+
+
+def _column(settings: Sequence[Mapping[str, Any]], name: str) -> tuple[list[Any], np.ndarray]:
+    """The different values of a setting, and which of them each candidate has."""
+    known: dict[tuple[type, Any], int] = {}
+    has = (one.get(name) for one in settings)
+    which = [known.setdefault((type(value), value), len(known)) for value in has]
+    return [value for _, value in known], np.array(which, int)
 
 
 class Crashes:
@@ -231,13 +246,7 @@ class Crashes:
     @cached_property
     def _values(self) -> Mapping[str, tuple[list[Any], np.ndarray]]:
         """Setting → its different values, and which of them each candidate has."""
-        found = {}
-        for name in {name for one in self.settings for name in one}:
-            known: dict[tuple[type, Any], int] = {}
-            has = (one.get(name) for one in self.settings)
-            which = [known.setdefault((type(value), value), len(known)) for value in has]
-            found[name] = [value for _, value in known], np.array(which)
-        return found
+        return {name: _column(self.settings, name) for name in {name for one in self.settings for name in one}}
 
     def ruled_out(self, regions: Regions) -> np.ndarray:
         """Which candidates lie in a region that crashes have ruled out."""
