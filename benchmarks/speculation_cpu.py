@@ -4,7 +4,7 @@ Each round runs the same held-out prompts (greedy, a fixed number of tokens) thr
 what is compared is the logarithm of the ratio to "none" within a round. The engine is switched between contenders by
 `reconfigure`, as a study would.
 
-    python benchmarks/speculation_cpu.py --rounds 4 --streams 1 8 32 --output results/speculation_cpu.json
+    python -m benchmarks.speculation_cpu --streams 1 8 32 --rounds 8 3 2 --output results/speculation_cpu.json
 """
 
 from __future__ import annotations
@@ -106,12 +106,15 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--draft-head")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, nargs="+", default=[4], help="one figure, or one for each of --streams")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--only", nargs="+", help="contenders whose names begin so; none is always there")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
+    rounds = given.rounds * len(given.streams) if len(given.rounds) == 1 else given.rounds
+    if len(rounds) != len(given.streams):
+        parser.error(f"--rounds: {len(rounds)} figures for {len(given.streams)} levels")
     chosen = {
         name: settings
         for name, settings in CONTENDERS.items()
@@ -133,12 +136,12 @@ def main() -> None:
     prompts = [tokenizer.encode(text, add_special=False) for text in texts]
     rng = np.random.default_rng(0)
     result: dict[str, object] = {}
-    for streams in given.streams:
+    for streams, times in zip(given.streams, rounds, strict=True):
         each: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
         for settings in chosen.values():  # warm
             run(core, settings, prompts[:streams], 8)
         order = rng.permutation(len(prompts))
-        for number in range(given.rounds):
+        for number in range(times):
             some = [prompts[order[(number * streams + i) % len(order)]] for i in range(streams)]
             for name in rng.permutation(list(chosen)):
                 each[name].append(run(core, chosen[name], some, given.tokens))
