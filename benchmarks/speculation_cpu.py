@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, nargs="+", default=[4], help="one figure, or one for each of --streams")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", default="auto")
     parser.add_argument("--only", nargs="+", help="contenders whose names begin so; none is always there")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
@@ -124,6 +125,7 @@ def main() -> None:
         EngineConfig(
             model=given.model,
             dtype=given.dtype,
+            weights=given.weights,
             max_running_requests=max(given.streams),
             spec=SpecConfig(draft_head=given.draft_head),
         )
