@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tuner.records import Candidate, Setting
 
@@ -11,8 +12,7 @@ BLOCK_SD = 0.015
 """Of the log of a block's throughput, where nothing better is known: within a launch, and between launches."""
 
 
-@dataclass(frozen=True)
-class Measurement:
+class Measurement(NamedTuple):
     """One candidate at one level of concurrency.
 
     `accept_length` is tokens per verify step, `ttft_p90_ms` the time to the first token; None where it is not told.

@@ -25,7 +25,8 @@ def evidence_of(data: StudyData) -> Evidence:
     at = {launch.id: launch.place for launch in data.launches}
     blocks = sorted(data.blocks.values(), key=lambda stored: stored.order)
     usable = [stored for stored in blocks if stored.block.valid and stored.block.tokens_per_s > 0]
-    measured = [_measurement(data, stored, fast.get(at.get(stored.launch_id, ""), 0.0)) for stored in usable]
+    slower = {place: math.exp(-ahead) for place, ahead in fast.items()}
+    measured = [_measurement(data, stored, slower.get(at.get(stored.launch_id, ""), 1.0)) for stored in usable]
     failed = [
         data.candidates[trial.candidate_id]
         for trial in data.trials
@@ -55,13 +56,14 @@ def place_speeds(data: StudyData) -> dict[str, float]:
     return {place: math.fsum(values) / len(values) for place, values in offsets.items()}
 
 
-def _measurement(data: StudyData, stored: StoredBlock, fast: float) -> Measurement:
+def _measurement(data: StudyData, stored: StoredBlock, scale: float) -> Measurement:
+    """`scale`: what the block's place has to be multiplied by, to be as fast as the mean of all."""
     block = stored.block
     sd = BLOCK_SD * math.sqrt(max(1.0, USUAL_WINDOW_S / max(block.window_s, 1.0)))
     return Measurement(
         data.candidates[stored.candidate_id],
         stored.concurrency,
-        block.tokens_per_s * math.exp(-fast),
+        block.tokens_per_s * scale,
         block.accept_length,
         block.ttft_ms.p90,
         sd,
