@@ -73,20 +73,20 @@ template <typename Weight> int64_t place(int64_t n, double aim, const Weight& we
 
 inline int64_t draw_from_all(int64_t vocab, double coin, double total, const Scratch& s) {
   const double aim = coin * total;
-  const int64_t blocks = static_cast<int64_t>(s.sums.size());
   double before = 0.0;
-  int64_t last = 0; // the last block that holds anything
-  for (int64_t b = 0; b < blocks; ++b) {
+  int64_t last = -1; // the last block that holds anything; the largest logit's does
+  for (size_t b = 0; b < s.sums.size(); ++b) {
     if (s.sums[b] <= 0.0)
       continue;
-    last = b;
+    if (last >= 0)
+      before += s.sums[last];
+    last = static_cast<int64_t>(b);
     if (before + s.sums[b] > aim)
       break;
-    before += b + 1 < blocks ? s.sums[b] : 0.0;
   }
   const int64_t first = last * kBlock;
-  const int64_t at = place(std::min(kBlock, vocab - first), aim, [&](int64_t i) { return s.weights[first + i]; }, before);
-  return first + std::max<int64_t>(at, 0);
+  return first +
+         place(std::min(kBlock, vocab - first), aim, [&](int64_t i) { return s.weights[first + i]; }, before);
 }
 
 // Weights whose upper 16 bits are alike share a bucket; none is above 1.
