@@ -56,6 +56,7 @@ from tuner.study.planner import (
     launches_used,
     may_be_fruitless,
     next_step,
+    out_of_launches,
     share_of_window,
     slot_state,
     to_measure,
@@ -483,11 +484,16 @@ class Controller:
     def _tell(self, data: StudyData, trial: StoredTrial) -> None:
         state = slot_state(data, self.policy, trial.slot)
         failure = state.failure or state.unusable
+        if why_not := out_of_launches(data, self.policy, trial):
+            self.store.trials.tell(trial.number, FAILED, why_not, kind="out_of_launches")
+            self._say("out_of_launches", f"trial {trial.number} has no score: {why_not}", trial=trial.number)
+            return
         result = FAILED if failure else self._score(data, trial)
         out = "" if failure or trial.kind == "baseline" else to_measure(data, self.policy, trial.slot)[2]
         why = f"{failure.kind}: {failure.message}" if failure else out
         self.store.put_pairs(data.pairs)
-        self.store.trials.tell(trial.number, result, why)
+        again = trial.kind == "out_of_launches"  # cut short between two writes, and given more launches since
+        self.store.trials.tell(trial.number, result, why, kind="measured" if again else None)
         if trial.kind == "baseline":
             self._say("baseline", "the baseline is measured")
         elif failure:

@@ -223,7 +223,7 @@ def _next_step(data: StudyData, policy: Policy, now: _Now) -> Step:
         if trial.place == now.place:
             # One that was taken over may come before anything else that is measured here.
             first = None if trial.kind == "baseline" else _first_baseline(data, policy, now)
-            return first or _go_on(data, policy, trial, now)
+            return _within_budget(data, policy, trial, first or _go_on(data, policy, trial, now))
     for trial in running:
         if trial.place not in now.busy:
             return TakeOver(trial.number, _fresh_repetition(data, trial))
@@ -240,6 +240,44 @@ def _next_step(data: StudyData, policy: Policy, now: _Now) -> Step:
     if running:
         return Wait("the last candidates of the search are measured elsewhere")
     return _confirm(data, policy, over, now)
+
+
+def _within_budget(data: StudyData, policy: Policy, trial: StoredTrial, step: Step) -> Step:
+    """A step of a trial, unless it takes a launch that the search has no more: whatever failed before, none is lent it.
+
+    The trial ends then without a result, and nobody is to blame (`out_of_launches`).
+    """
+    starts = isinstance(step, Launch) or (isinstance(step, Measure) and step.on is None)
+    if not starts or launches_left(data, policy, baseline=trial.kind == "baseline") > 0:
+        return step
+    if trial.kind != "baseline":
+        return Tell(trial.number)
+    tried = data.launched_for.get(trial.slot, ())
+    last = next((one.failure for one in reversed(tried) if one.failure is not None), None)
+    said = f"all {data.budget.launches} launches of the budget are used; give more with --launches"
+    why = f"{last.kind}: {last.message}; {said}" if last else said
+    return Stop("baseline_failed", Failure("env_broken", "start", why, blame="environment"), trial.slot)
+
+
+def launches_left(data: StudyData, policy: Policy, *, baseline: bool = False) -> int:
+    """Launches that the search may still make; what is kept for the confirmation is not among them.
+
+    The baseline itself may have those, for without it there is nothing to confirm.
+    """
+    reserve = 0 if baseline else 2 * planned_pairs(data.budget.launches, policy)
+    return data.budget.launches - reserve - launches_used(data)
+
+
+def out_of_launches(data: StudyData, policy: Policy, trial: StoredTrial) -> str:
+    """Why a trial that is told now has no result, where it is for want of launches alone; "" otherwise."""
+    state = slot_state(data, policy, trial.slot)
+    looks, whole, _ = to_measure(data, policy, trial.slot)
+    if trial.kind == "baseline" or state.failure or state.unusable or not (looks or whole):
+        return ""
+    failures = [each.failure for each in data.launched_for.get(trial.slot, ()) if each.failure]
+    failures += [each.failure for each in data.changed_to.get(trial.slot, ()) if each.failure]
+    before = f" after {failures[-1].kind}" if failures else ""
+    return f"a launch of its own is needed{before}, and the search has none left"
 
 
 def _first_baseline(data: StudyData, policy: Policy, now: _Now) -> Step | None:
@@ -259,7 +297,7 @@ def _begin(data: StudyData, policy: Policy, hot: frozenset[str], place: str) -> 
     number, launch = len(data.trials), group(data, place)
     if not hot or launch is None:
         return Begin(number)
-    only = launches_used(data) + 1 > data.budget.launches - 2 * planned_pairs(data.budget.launches, policy)
+    only = launches_left(data, policy) < 1
     enough = served(data, hot, launch) >= row(data) or idle(data) >= 2 * STRAY
     return Begin(number, launch.id if only or not enough else None, only)
 
@@ -687,7 +725,7 @@ def _confirm(data: StudyData, policy: Policy, over: str, now: _Now) -> Step:
         if waiting:
             return Wait("the last pairs of the confirmation are measured elsewhere")
     pairs = planned_pairs(data.budget.launches, policy)
-    if pairs and (chosen := finalists(data, policy, pairs)):
+    if pairs and launches_left(data, policy) >= 0 and (chosen := finalists(data, policy, pairs)):
         last = data.confirmations[-1] if data.confirmations else None
         first = last.repetitions.stop if last else 0
         return Confirm(Confirmation(len(data.confirmations), chosen, first, pairs, policy.spare_pairs))

@@ -137,10 +137,10 @@ class Trials:
         study = storage.get_study_id_from_name(self._study.study_name)
         return storage.get_trial_id_from_study_id_trial_number(study, number)
 
-    def tell(self, number: int, score: Score, why: str = "") -> None:
+    def tell(self, number: int, score: Score, why: str = "", kind: TrialKind | None = None) -> None:
         """Ends a running trial: COMPLETE, with a finite value, whatever came of it; telling it again does nothing.
 
-        Constraints and the reason go first, for nothing can be written to a finished trial.
+        `kind` is what it turned out to be, where it is not what it began as. Constraints and the reason go first, for nothing can be written to a finished trial.
         """
         from tuner.study.quiet_optuna import optuna
 
@@ -153,6 +153,8 @@ class Trials:
             if constraint not in stored.constraints:
                 trial.set_constraint(constraint, value)
         trial.set_user_attr("why", why)
+        if kind is not None:
+            trial.set_user_attr("kind", kind)
         self._study.tell(number, score.value)
 
 

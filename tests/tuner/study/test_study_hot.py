@@ -16,6 +16,7 @@ from tuner.engines.base import get_engine
 from tuner.engines.bundled import hot_settings
 from tuner.engines.simulated.blocks import BlockSource
 from tuner.engines.simulated.noise import Noise
+from tuner.errors import TunerError
 from tuner.records import Failure
 from tuner.study.data import Slot
 from tuner.study.decide import recommendation
@@ -23,6 +24,7 @@ from tuner.study.hot import reachable, saving
 from tuner.study.in_memory import simulate
 from tuner.study.planner import launches_used
 from tuner.study.policy import Policy
+from tuner.study.store import open_study
 from tuner.study.wear import worn
 
 POLICY = Policy(pairs=4)
@@ -124,6 +126,50 @@ def test_a_change_that_is_refused_gives_the_candidate_a_launch_of_its_own(tmp_pa
         trial = next(t for t in data.trials if t.candidate_id == each.slot.candidate_id)
         assert trial.constraints["launch"] <= 0, "a change that fails is not held against the candidate"
     assert recommendation(data).overall.winner.settings["num_steps"] == 3
+
+
+@pytest.mark.parametrize("launches", [8, 10, 13])
+@pytest.mark.parametrize("bad", [(3,), (2, 4), (1, 2, 3, 4)])
+def test_changes_that_fail_take_no_launch_beyond_the_budget(tmp_path, launches, bad):
+    """A change that failed is tried again on a launch of its own, and there may be none left for that."""
+    machine = HotMachine(refuses=lambda changes: "no room" if changes["num_steps"] in bad else None)
+    data, _ = run(tmp_path, machine, "parameters.threads.choices=[1]", f"budget.launches={launches}")
+    assert launches_used(data) == len(machine.starts) <= launches
+    kept = 2 * min(POLICY.pairs, (launches - 2) // 2)
+    assert sum(launch.slot.role == "screen" for launch in data.launches) <= launches - kept
+    lost = [trial for trial in data.trials if trial.kind == "out_of_launches"]
+    assert lost or launches > 8 or len(bad) == 1
+    for trial in lost:
+        assert "the search has none left" in trial.why
+        assert data.settings_of(trial.candidate_id)["num_steps"] in bad
+        assert not trial.running
+    assert data.state == "done"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_fault_of_the_search_lends_a_launch_from_the_budget(tmp_path, seed):
+    """Refusals, stalls, deaths under changes and the machine's own faults, at random."""
+    rng = random.Random(seed)
+
+    def fails(phase: str, settings: Any, _count: int) -> Failure | None:
+        if not settings.get("num_steps") or rng.random() > 0.15:
+            return None
+        kind, blame = rng.choice([("hung_decode", "candidate"), ("transient_env", "environment")])
+        return Failure(kind, "bench", f"{phase} {rng.random()}", blame=blame, retryable=True)
+
+    machine = HotMachine(
+        refuses=lambda _changes: "no room" if rng.random() < 0.3 else None,
+        hot_fails=lambda _s: Failure("died_mid_bench", "bench", "it died") if rng.random() < 0.1 else None,
+        fails=fails,
+    )
+    try:
+        run(tmp_path, machine, f"budget.launches={rng.randint(10, 16)}")
+    except TunerError:
+        pass  # too many faults in a row end it; it can be resumed
+    data = open_study("toy", f"sqlite:///{tmp_path / 'study.db'}").data()
+    kept = 2 * min(POLICY.pairs, (data.budget.launches - 2) // 2)
+    assert sum(launch.slot.role == "screen" for launch in data.launches) <= data.budget.launches - kept
+    assert len({launch.slot for launch in data.launches if launch.slot.role == "confirm"}) <= kept
 
 
 def test_what_a_server_keeps_of_its_old_settings_is_found_and_not_measured(tmp_path):
