@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from tests.tuner.study.toy_study import Outcome, ToyMachine, controller, space, study
+from tuner.bench.counters import delta, parse_snapshot
 from tuner.engines.base import Change, Mismatch, compare
 from tuner.engines.command import CommandEngine
 from tuner.launch import ports
@@ -58,12 +59,19 @@ class ChangingEngine(CommandEngine):
 
     hot = frozenset({"num_steps"})
 
+    def record(self, **given: Any) -> LaunchRecord:
+        """It drafts as deep as it is told, with a head; what it is told beside that, its command line says."""
+        record = super().record(**given)
+        drafter = "eagle3" if record.settings.get("num_steps") else "none"
+        return replace(record, expected={**record.expected, "speculation": drafter})
+
     def change(self, record: LaunchRecord) -> Change:
         return Change("/reconfigure", {"extra": True, "num_steps": record.settings["num_steps"]})
 
     def mismatches(self, record: LaunchRecord, server_info: Mapping[str, Any]) -> list[Mismatch]:
         info = server_info if isinstance(server_info.get("effective"), Mapping) else {}
-        return compare(record.expected, info, all_told="extra" in record.expected)
+        expected = {name: value for name, value in record.expected.items() if name != "speculation"}
+        return compare(expected, info, all_told="extra" in expected)
 
 
 class ChangingMachine(ToyMachine):
@@ -83,10 +91,12 @@ class ChangingMachine(ToyMachine):
         return Server.start(record, marker=marker, log_path=log_path, limits=QUICK)
 
     def measure(self, server: Any, record: LaunchRecord, **given: Any) -> Any:
-        body = {"model": "fake", "prompt": "x", "max_tokens": 8, "stream": True}
+        body = {"model": "fake", "prompt": "x", "max_tokens": 512, "stream": True}
         try:
             with httpx.Client(trust_env=False, timeout=2) as client:
+                before = parse_snapshot(client.get(record.base_url + "/metrics").content, 0, 1)
                 text = client.post(record.base_url + "/v1/completions", json=body).text
+                after = parse_snapshot(client.get(record.base_url + "/metrics").content, 2, 3)
                 facts = client.get(record.base_url + "/echo").json()
             if "[DONE]" not in text or '" one"' not in text:
                 raise httpx.ReadError("the stream was cut")
@@ -99,7 +109,19 @@ class ChangingMachine(ToyMachine):
         if true != record.settings["num_steps"]:
             self.wrong.append(f"{record.settings['num_steps']} measured with {true}")
         self.speed = lambda _settings, level: 100.0 * level * GAIN[true] * 0.8 ** facts["slowness"]
-        return super().measure(server, record, **given)
+        outcome = super().measure(server, record, **given)
+        change = delta(before, after)
+        if outcome.block is None or change is None:
+            return outcome
+        counters = {
+            "true_steps": float(true),
+            "server_generated": change.generated,
+            "server_verify_steps": change.steps,
+            "server_accepted": change.accepted,
+            "server_drafted": change.drafted,
+            **{f"accepted_at_depth_{i}": count for i, count in enumerate(change.accepted_at_depth, start=1)},
+        }
+        return Outcome(replace(outcome.block, counters=counters, accept_length=change.accept_length))
 
     def reap(self, marker: Mapping[str, str]) -> list[int | str]:
         return [*reap(marker_text(marker), grace_s=0.5)]

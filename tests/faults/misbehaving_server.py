@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import json
 import mmap
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 import traceback
 
@@ -59,6 +62,20 @@ MODES = [
     "smoke_endless",
     "smoke_compressed",
     "eats_memory",
+    "error_in_stream",
+    "error_in_mid_stream",
+    "drips",
+    "drips_nothing",
+    "prints_garbage",
+    "prints_one_line",
+    "flaps",
+    "other_address",
+    "closes_files",
+    "headless",
+    "respawns",
+    "overwrites_environment",
+    "signals_its_parent",
+    "dead_worker",
 ]
 
 CHANGES = [
@@ -123,6 +140,7 @@ class App:
             for _ in range(200):
                 print(("x" * 99 + "\n") * 10_000, end="", flush=True)
         self.completions = 0
+        self.generated = self.steps = 0
         self.probes = 0
         self.server: asyncio.Server | None = None
         self.in_force = json.loads(options.effective)
@@ -131,6 +149,9 @@ class App:
         self.claimed: dict | None = None
         self.changed = ""
         self.changes = 0
+        if self.mode == "dead_worker":  # which nobody watches, and another process keeps its pipes open
+            self.to_worker, self.from_worker = os.pipe(), os.pipe()
+            subprocess.Popen(["/bin/false"], stdin=self.to_worker[0], stdout=self.from_worker[1])
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -158,7 +179,10 @@ class App:
             self.probes += 1
             if self.mode == "probes_kill" and self.probes > 3:
                 os._exit(1)
-            await reply(writer, 503 if self.mode == "unready_503" else 200, {})
+            flapping = self.mode == "flaps" and self.probes % 2 == 0
+            await reply(writer, 503 if self.mode == "unready_503" or flapping else 200, {})
+        elif method == "GET" and path == "/metrics" and self.in_force.get("num_steps") is not None:
+            await raw(writer, self.counters().encode())
         elif method == "GET" and path == "/server_info":
             if self.mode == "info_hangs":
                 await asyncio.sleep(3600)
@@ -185,6 +209,19 @@ class App:
             await self.complete(writer, path, body)
         else:
             await reply(writer, 404, {"error": {"message": f"no such path: {path}"}})
+
+    def counters(self) -> str:
+        """Of an engine whose every draft is accepted, at the depth that is really in force."""
+        depth = self.in_force["num_steps"]
+        steps = self.steps if depth else 0
+        rows = {
+            "engine_generated_tokens_total": self.generated,
+            "engine_spec_verify_steps_total": steps,
+            "engine_spec_drafted_tokens_total": steps * depth,
+            "engine_spec_accepted_tokens_total": steps * depth,
+        }
+        at = {f'engine_spec_rounds_by_accepted_total{{accepted="{d}"}}': steps * (d == depth) for d in range(9)}
+        return "".join(f"{name} {value}\n" for name, value in (rows | at).items())
 
     def facts(self) -> dict:
         slowness = self.changes if self.options.change == "slower" else 0
@@ -286,6 +323,11 @@ class App:
             crash(MemoryError("CUDA out of memory. Tried to allocate 2.50 GiB"))
         if self.changed == "says_5xx":
             return await reply(writer, 500, {"error": {"message": "AttributeError: 'Drafter' has no attribute 'head'"}})
+        if mode == "error_in_stream" and body.get("stream"):
+            return await raw(writer, b'data: {"error": {"message": "EngineDeadError: core 0"}}\n\n')
+        if mode == "dead_worker":
+            os.write(self.to_worker[1], b"decode\n")
+            await asyncio.get_running_loop().run_in_executor(None, os.read, self.from_worker[0], 1)
         if mode == "headers_then_close":
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
             await writer.drain()
@@ -319,6 +361,17 @@ class App:
             chunk = {"choices": [choice], "usage": {"completion_tokens": i + 1}}
             writer.write(f"data: {json.dumps(chunk)}\n\n".encode())
             await writer.drain()
+            self.generated += 1
+            self.steps += i % (1 + (self.in_force.get("num_steps") or 0)) == 0
+            if self.mode == "drips":
+                await asyncio.sleep(self.options.seconds)
+            if i == 3 and self.mode == "error_in_mid_stream":
+                writer.write(b'data: {"error": {"message": "EngineDeadError: core 0"}}\n\ndata: [DONE]\n\n')
+                return writer.close()
+            while self.mode == "drips_nothing":
+                writer.write(b'data: {"choices": [{"index": 0, "delta": {}}]}\n\n')
+                await writer.drain()
+                await asyncio.sleep(self.options.seconds)
             if i == 3 and self.mode == "dies_mid_stream":
                 crash(IndexError("page 4096 is out of range"))
             if i == 3 and self.mode == "stalls_mid_stream":
@@ -441,6 +494,26 @@ def before_listening(options: argparse.Namespace) -> None:
     if mode == "runs_out_capturing_graphs":
         print("[2026-11-02 10:21:58 TP0] Capture cuda graph begin. This can take up to several minutes.", flush=True)
         raise MemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+    if mode == "prints_garbage":
+        for _ in range(options.megabytes):
+            sys.stdout.buffer.write(os.urandom(1 << 20))
+        sys.stdout.flush()
+        Head()
+    if mode == "prints_one_line":
+        for _ in range(options.megabytes):
+            print("Error x " * (1 << 17), end="", flush=True)
+        print()
+        Head()
+    if mode == "closes_files":
+        os.closerange(0, 256)
+    if mode == "respawns":
+        respawning(options.pid_file)
+    if mode == "overwrites_environment":
+        overwrite_environment()
+    if mode == "signals_its_parent":
+        signal_parent(3600)
+    if mode == "other_address":
+        options.host = "127.0.0.2"
     if mode in ("hangs_at_start", "never_listens"):
         time.sleep(3600)
     if mode in ("slow_start", "never_ready"):
@@ -464,6 +537,61 @@ def before_listening(options: argparse.Namespace) -> None:
         leave_child()
     if mode in ("grandchild", "three_processes"):
         leave_grandchild(options.pid_file)
+
+
+def respawning(pid_file: str) -> None:
+    """Two processes that keep nothing of the server and start one another anew as soon as one is gone."""
+    code = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+other = int(sys.argv[2])
+with open(sys.argv[1], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+while True:
+    try:
+        os.kill(other, 0)
+    except OSError:
+        other = 0
+    if not other:
+        again = [sys.executable, "-I", "-S", "-c", sys.argv[3], sys.argv[1], str(os.getpid()), sys.argv[3]]
+        other = subprocess.Popen(again, env={}, start_new_session=True, close_fds=True).pid
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except OSError:
+        pass
+    time.sleep(0.005)
+"""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        os.execve(sys.executable, [sys.executable, "-I", "-S", "-c", code, pid_file, "0", code], {})
+    os.wait()
+
+
+def overwrite_environment() -> None:
+    """As a process title does that needs room: what stood behind the arguments is gone."""
+    start, end = open("/proc/self/stat").read().rsplit(")", 1)[1].split()[47:49]
+    ctypes.memset(int(start), 0, int(end) - int(start))
+
+
+def signal_parent(seconds: float) -> None:
+    """A worker that tells its parent of every trouble, and the server dies meanwhile."""
+    if os.fork():
+        return
+    server = os.getppid()
+    while os.getppid() == server:
+        time.sleep(0.001)
+    for number in (signal.SIGUSR1, signal.SIGQUIT, signal.SIGUSR2):
+        os.kill(os.getppid(), number)
+    time.sleep(seconds)
+    os._exit(0)
+
+
+def headless(options: argparse.Namespace) -> None:
+    """The first thread ends by itself, and another serves."""
+    threading.Thread(target=lambda: asyncio.run(serve(options))).start()
+    ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
 
 
 async def serve(options: argparse.Namespace) -> None:
@@ -490,10 +618,13 @@ def main() -> None:
     parser.add_argument("--segment")
     parser.add_argument("--effective", default="{}")
     parser.add_argument("--num-steps", type=int)
+    parser.add_argument("--megabytes", type=int, default=8)
     parser.add_argument("--change", choices=CHANGES, default="works")
     parser.add_argument("--change-at", type=int)
     options = parser.parse_args()
     before_listening(options)
+    if options.mode == "headless":
+        headless(options)
     asyncio.run(serve(options))
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.faults.changing import QUICK, SPACE, ChangingEngine, changing_study, orphans
+from tests.faults.test_faulty_servers import bench
 from tests.tuner.study.toy_study import space
 from tuner.errors import LaunchFailed
 from tuner.launch.ports import free_port
 from tuner.launch.server import Server
 from tuner.records import Failure, LaunchRecord
 from tuner.study.decide import recommendation
-from tuner.study.engine import unsettled
+from tuner.study.engine import pointless, speculates, unsettled
 from tuner.study.world import Machine
 
 Launch = Callable[..., Server]
@@ -130,6 +131,29 @@ def test_a_server_that_does_not_tell_its_settings_after_a_change_is_not_believed
     assert changed(up(launch, mode), mode) is not None
 
 
+@pytest.mark.parametrize(("before", "kind"), [(1, "capped_effective"), (5, "no_op_setting"), (0, "spec_inactive")])
+def test_a_server_that_claims_its_new_settings_and_keeps_the_old_is_given_away_by_its_counters(
+    launch: Launch, before: int, kind: str
+) -> None:
+    server = launch(changing("lies", before), limits=QUICK)
+    server.wait_ready()
+    server.smoke()
+    assert changed(server, "lies", 3) is None, "by its own word it has them"
+    block = bench(server).block
+    assert block is not None
+    assert block.counters["server_generated"] > 200
+    record = changing("lies", 3, server.record.port)
+    gate = speculates(record, block)
+    assert gate is not None
+    assert not gate.ok
+    found = pointless(gate, 1)
+    assert (found.kind, found.phase) == (kind, "bench")
+    if before:
+        honest = speculates(changing("lies", before, server.record.port), block)
+        assert honest is not None
+        assert honest.ok
+
+
 def test_a_change_that_works_is_believed(launch: Launch) -> None:
     assert changed(up(launch, "works"), "works") is None
 
@@ -137,12 +161,16 @@ def test_a_change_that_works_is_believed(launch: Launch) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "mode", ["works", "says_500", "keeps_old", "never_answers", "dies_with_heir", "stops_decoding", "slower"]
+    "mode", ["works", "says_500", "keeps_old", "lies", "never_answers", "dies_with_heir", "stops_decoding", "slower"]
 )
 def test_a_study_survives_every_fault_of_a_change_with_the_same_recommendation(tmp_path: Path, mode: str) -> None:
     _, work = changing_study(tmp_path, f"engine.args.change={mode}")
     data = work.run()
-    assert work.world.wrong == [], "no block of other settings than its candidate's"  # type: ignore[attr-defined]
+    if mode != "lies":
+        assert work.world.wrong == [], "no block of other settings than its candidate's"  # type: ignore[attr-defined]
+    for stored in data.blocks.values():
+        asked = data.settings_of(stored.candidate_id)["num_steps"]
+        assert stored.block.counters["true_steps"] == asked or not stored.block.valid
     assert len(data.measured) == 6
     assert all(trial.constraints["launch"] <= 0 for trial in data.measured), "on a launch of its own each works"
     if mode not in ("works", "slower"):

@@ -15,14 +15,15 @@ class Dialect:
     `generated` is None where the engine counts tokens only when a request ends (SGLang, llama-server), which says
     nothing about a window. Accept length is 1 + accepted / steps, or emitted / steps where `emitted` is counted
     instead. `exactly` is labelled with the number of drafts that a step accepted, `at_least` with the position of an
-    accepted draft, from 0. `rounds` counts forwards of the whole batch, `seconds` names where the model process spends
-    its time: what → counter of seconds.
+    accepted draft, from 0. `drafted` counts draft tokens, `rounds` forwards of the whole batch; `seconds` names where
+    the model process spends its time: what → counter of seconds.
     """
 
     engine: str
     generated: str | None
     steps: str
     accepted: str | None = None
+    drafted: str | None = None
     emitted: str | None = None
     exactly: tuple[str, str] | None = None
     at_least: tuple[str, str] | None = None
@@ -32,7 +33,7 @@ class Dialect:
     @property
     def totals(self) -> tuple[str, ...]:
         """Names of the counters that are summed over their labels."""
-        counts = (self.generated, self.steps, self.accepted, self.emitted, self.rounds)
+        counts = (self.generated, self.steps, self.accepted, self.drafted, self.emitted, self.rounds)
         return (*(name for name in counts if name), *self.seconds.values())
 
 
@@ -42,6 +43,7 @@ DIALECTS = (
         generated="engine_generated_tokens_total",
         steps="engine_spec_verify_steps_total",
         accepted="engine_spec_accepted_tokens_total",
+        drafted="engine_spec_drafted_tokens_total",
         exactly=("engine_spec_rounds_by_accepted_total", "accepted"),
         rounds="engine_rounds_total",
         seconds={part: f"engine_{part}_seconds_total" for part in ("draft", "forward", "extend", "other")},
@@ -51,6 +53,7 @@ DIALECTS = (
         generated="vllm:generation_tokens_total",
         steps="vllm:spec_decode_num_drafts_total",
         accepted="vllm:spec_decode_num_accepted_tokens_total",
+        drafted="vllm:spec_decode_num_draft_tokens_total",
         at_least=("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position"),
     ),
     Dialect(
@@ -64,6 +67,7 @@ DIALECTS = (
         generated=None,
         steps="llamacpp:spec_decode_num_drafts_total",
         accepted="llamacpp:spec_decode_num_accepted_tokens_total",
+        drafted="llamacpp:spec_decode_num_draft_tokens_total",
         at_least=("llamacpp:spec_decode_num_accepted_tokens_per_pos_total", "position"),
     ),
 )
@@ -126,6 +130,7 @@ class CounterDelta:
     steps: float | None
     accepted: float | None
     emitted: float | None
+    drafted: float | None = None
     accepted_at_depth: tuple[float, ...] = ()
     rounds: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -163,6 +168,7 @@ def delta(before: Snapshot | None, after: Snapshot | None) -> CounterDelta | Non
         steps=change(dialect.steps),
         accepted=change(dialect.accepted),
         emitted=change(dialect.emitted),
+        drafted=change(dialect.drafted),
         accepted_at_depth=_by_depth(dialect, changes),
         rounds=change(dialect.rounds),
         seconds={part: changes[name] for part, name in dialect.seconds.items() if name in changes},

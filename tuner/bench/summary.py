@@ -118,6 +118,7 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
             "server_generated": change.generated,
             "server_verify_steps": change.steps,
             "server_accepted": change.accepted,
+            "server_drafted": change.drafted,
             "server_emitted": change.emitted,
             "server_rounds": change.rounds,
             **{f"server_{part}_s": spent for part, spent in change.seconds.items()},

@@ -12,6 +12,7 @@ from tuner.engines.base import Change, Installed, Reconfigurable
 from tuner.engines.container import contained, listens_on
 from tuner.records import Block, Candidate, Failure, Gate, LaunchRecord, Setting
 from tuner.space import Space
+from tuner.study.belied import belied
 
 UNSET = "unset"
 """The choice of an `env.NAME` parameter that removes the variable; an empty or "0" value is something else."""
@@ -158,7 +159,7 @@ def speculates(record: LaunchRecord, block: Block) -> Gate | None:
     """Whether speculation that was asked for did anything in a window; None where it cannot be told or is off.
 
     A server may report that it speculates, and reject every draft, or bypass it after the first request. One that was
-    told not to, and does, runs with other settings than it says.
+    told not to, and does, runs with other settings than it says; so does one whose counters they cannot explain.
     """
     told = {**record.settings, **record.expected}
     asked = told.get("speculation", "none")
@@ -166,6 +167,8 @@ def speculates(record: LaunchRecord, block: Block) -> Gate | None:
     steps = block.counters.get("server_verify_steps")
     if steps and "speculation" in told and asked in ("none", False):
         return Gate("no_op_setting", steps, 0.0, False, "verify steps, though speculation is to be off")
+    if steps and (lie := belied(record.engine, told, block)):
+        return lie
     if asked in ("none", False) or off_here or steps is None:
         return None
     length = 1.0 if not steps or block.accept_length is None else block.accept_length
@@ -175,7 +178,7 @@ def speculates(record: LaunchRecord, block: Block) -> Gate | None:
 
 def pointless(gate: Gate, level: int) -> Failure:
     """The failure that a red gate of `speculates` is."""
-    if gate.name == "no_op_setting":
+    if gate.name != "spec_inactive":
         return Failure(gate.name, "bench", f"{gate.value:g} {gate.detail}, at concurrency {level}")
     said = f"speculation has no effect at concurrency {level}: accept length {gate.value:g} ({gate.detail})"
     return Failure("spec_inactive", "bench", said)
