@@ -1,15 +1,19 @@
-"""Time in which we ran ourselves: a tuner that was stopped for an hour has not waited for an hour."""
+"""Time in which we ran ourselves, and time that nobody puts back or forward."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 GAP_S = 5.0
 """Between two looks that should be some 50 ms apart: we were stopped, not slow."""
 
 
 class RunningClock:
-    """Seconds that count against deadlines. `now` has to be asked often: a gap between two questions does not count."""
+    """Seconds that count against deadlines: a tuner that was stopped for an hour has not waited for an hour.
+
+    `now` has to be asked often: a gap between two questions does not count.
+    """
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -22,3 +26,9 @@ class RunningClock:
             self._lost += real - self._last
         self._last = real
         return real - self._lost
+
+
+def steady() -> Callable[[], float]:
+    """A clock of seconds since the epoch that goes on from now, whatever becomes of the system's."""
+    wall, began = time.time(), time.monotonic()
+    return lambda: wall + time.monotonic() - began

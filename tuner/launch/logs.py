@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import subprocess
 import sys
 import termios
@@ -24,6 +25,8 @@ SEGMENT = 16 << 20
 
 _PIPE = 1 << 20
 _GAP = b"\n(%d bytes of the log are not kept)\n"
+_HOLE = re.compile(rb"\0{8,}")
+"""What the pump leaves out where a log was removed under it: bytes that were never written."""
 
 
 class LaunchLog:
@@ -79,8 +82,11 @@ class LaunchLog:
         self.tend()
         if self._closed or not wait_until(lambda: not self._pending() or self._pump.poll() is not None, timeout_s):
             return
-        with self.path.open("rb") as file:
-            wait_until(lambda: _locked(file.fileno()), timeout_s)
+        try:
+            with self.path.open("rb") as file:
+                wait_until(lambda: _locked(file.fileno()), timeout_s)
+        except OSError:
+            return  # somebody has removed the log, or its folder: what is left of it is all there is to read
 
     def close(self, timeout_s: float = 2.0) -> bool:
         """Ends the pump, which ends by itself once nobody can write any more. False when it had to be killed."""
@@ -159,7 +165,7 @@ def read_bytes(path: Path, start: int, end: int) -> bytes:
         parts.append(data)
         if data:
             at = max(at, offset) + len(data)
-    return b"".join(parts)
+    return _HOLE.sub(lambda hole: _GAP % len(hole[0]), b"".join(parts))
 
 
 def tail(path: Path, lines: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 _LISTEN = "0A"
@@ -62,6 +62,11 @@ def listeners(port: int, host: str = "127.0.0.1") -> frozenset[int] | None:
         for ip, number, inode in _listening(rows)
         if number == port and (ip.is_unspecified or wanted is None or ip in wanted)
     )
+
+
+def addresses(sockets: Collection[int]) -> list[str]:
+    """`ip:port` of each of these sockets (by inode) that listens."""
+    return sorted(f"{ip}:{port}" for ip, port, inode in _listening(_table()) if inode in sockets)
 
 
 def listening() -> list[tuple[int, int]]:

@@ -75,6 +75,8 @@ def look(pid: int) -> Process | None:
         return None
     # The name stands in parentheses and may hold anything, parentheses and spaces included.
     fields = text[text.rindex(")") + 2 :].split()
+    # A process whose first thread has ended looks like a zombie, and serves on as long as another thread lives.
+    dead = fields[0] in "ZX" and int(fields[17]) <= 1
     return Process(
         pid=pid,
         ppid=int(fields[1]),
@@ -82,7 +84,7 @@ def look(pid: int) -> Process | None:
         session=int(fields[3]),
         started=int(fields[19]),
         cpu_s=(int(fields[11]) + int(fields[12])) / TICKS,
-        zombie=fields[0] in "ZX",
+        zombie=dead,
     )
 
 
@@ -260,19 +262,30 @@ def _command(pid: int) -> bytes:
 
 def sockets(pid: int) -> frozenset[int]:
     """Inodes of the sockets that a process holds open; empty when it is gone or may not be read."""
+    if found := _sockets(f"/proc/{pid}/fd"):
+        return found
+    # Of a process whose first thread has ended only the others tell.
+    threads = [name for name in _names(f"/proc/{pid}/task") if name != str(pid)]
+    return next((found for name in threads if (found := _sockets(f"/proc/{pid}/task/{name}/fd"))), frozenset())
+
+
+def _sockets(folder: str) -> frozenset[int]:
     found = set()
-    try:
-        descriptors = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return frozenset()
-    for descriptor in descriptors:
+    for descriptor in _names(folder):
         try:
-            target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+            target = os.readlink(f"{folder}/{descriptor}")
         except OSError:
             continue
         if target.startswith("socket:["):
             found.add(int(target[8:-1]))
     return frozenset(found)
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def bytes_read(pid: int) -> int:

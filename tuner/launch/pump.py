@@ -10,6 +10,7 @@ by the offset of their first byte in the whole output; only the last two stay.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -70,6 +71,8 @@ class Sink:
 
     def _append(self, part: bytes) -> None:
         try:
+            if self._file is not None and not os.fstat(self._file).st_nlink:
+                self._again()
             if self._file is None:
                 self._file = _open(self._current)
             written = os.write(self._file, part)
@@ -79,6 +82,15 @@ class Sink:
         self.total += written
         self.lost += len(part) - written
 
+    def _again(self) -> None:
+        """Somebody has removed the file: a new one goes on at the same offset, with a hole for what is lost."""
+        assert self._file is not None
+        os.close(self._file)
+        self._file = None
+        self._file = _open(self._current)
+        begins = int(self._current.suffix[1:]) if self._current != self.path else 0
+        os.ftruncate(self._file, self.total - begins)
+
     def _rotate(self) -> None:
         if self._file is not None:
             os.close(self._file)
@@ -87,7 +99,8 @@ class Sink:
         self._end = self.total + self.segment
         for offset, file in segments(self.path)[: 1 - _KEPT]:  # the new one is not there yet
             if offset:
-                file.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # a folder that became read-only: the log grows, the server goes on
+                    file.unlink(missing_ok=True)
 
 
 def _open(path: Path) -> int:
@@ -99,7 +112,10 @@ def main(path: str, head: str, segment: str) -> None:
     # The end of the server is our end. A signal meant for its family must not cut off its last words.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    lock = _open(Path(path))
+    try:
+        lock = _open(Path(path))
+    except OSError:  # its folder is gone: nobody reads there, and the server must go on
+        lock = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     sink = Sink(Path(path), int(head), int(segment))
     source = sys.stdin.fileno()
     poll = select.poll()

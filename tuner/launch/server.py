@@ -338,9 +338,10 @@ class Server:
             last = f"{self.record.ready_path} last said: {reply.status or reply.error}"
             if now - progress.at > self.limits.stall_s:
                 seen = f"no log line, no CPU time and nothing read for {self.limits.stall_s:g} s; {last}"
-                self._fail("ready", "startup_hang", seen)
+                self._fail("ready", "startup_hang", seen + self._listens_elsewhere())
             if now - began > self.limits.startup_s:
-                self._fail("ready", "startup_timeout", f"not ready after {self.limits.startup_s:g} s; {last}")
+                seen = f"not ready after {self.limits.startup_s:g} s; {last}"
+                self._fail("ready", "startup_timeout", seen + self._listens_elsewhere())
             self._pause(_POLL_S)
         self.startup_s = clock.now() - began
         self._ready_at = self._position()
@@ -497,6 +498,15 @@ class Server:
         except subprocess.TimeoutExpired:
             return
         raise LaunchFailed(self._classify("ready"))
+
+    def _listens_elsewhere(self) -> str:
+        """Where the server listens, if not where it was to; "" where that cannot be told, or it listens nowhere."""
+        own = frozenset[int]().union(*(sockets(one.pid) for one in [*self._family.living(), *self._contained()]))
+        here = ports.listeners(self.record.port, self.record.host)
+        if here is None or here & own:
+            return ""
+        found = ports.addresses(own)
+        return f"; it listens on {', '.join(found)} and not on port {self.record.port} of {self.record.host}" if found else ""
 
     def _check_owner(self) -> None:
         """Raises when a socket that listens on our port belongs to somebody else."""

@@ -1,7 +1,8 @@
-"""SIGINT, SIGTERM and SIGHUP as one exception that ends a study in order; commits and teardown are shielded from it."""
+"""What asks the tuner to end, as one exception that ends a study in order; commits and teardown are shielded from it."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -42,15 +43,19 @@ class Interrupts:
     def installed(self) -> Iterator[Interrupts]:
         """Handles the signals for the block; does nothing outside of the main thread.
 
-        A SIGHUP that is ignored, as under `nohup`, stays so.
+        They are SIGINT, SIGTERM, SIGHUP and SIGXCPU; one of the latter that is ignored, as under `nohup`, stays so. Workers
+        of a dead server may send SIGQUIT, SIGUSR1 or SIGUSR2 to whoever their parent has become, and that is the tuner,
+        which takes up orphans: they have no effect, but for SIGQUIT at a terminal.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
-        before = {number: signal.signal(number, self._handle) for number in numbers}
+        handlers = {number: self._handle for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)}
+        handlers |= {number: _let_be for number in (signal.SIGUSR1, signal.SIGUSR2)}
+        handlers[signal.SIGQUIT] = self._handle if _at_a_terminal() else _let_be
+        ours = (signal.SIGINT, signal.SIGTERM)
+        chosen = [n for n in handlers if n in ours or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, handlers[number]) for number in chosen}
         try:
             yield self
         finally:
@@ -79,3 +84,15 @@ class Interrupts:
     def _raise(self, signum: int) -> None:
         self._raised = signum
         raise Interrupted(signum)
+
+
+def _let_be(_signum: int, _frame: FrameType | None) -> None:
+    """Not `SIG_IGN`, which servers would inherit."""
+
+
+def _at_a_terminal() -> bool:
+    """Whether somebody sits there who may press ctrl-\\."""
+    try:
+        return os.isatty(0)
+    except OSError:
+        return False

@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -13,6 +15,25 @@ def test_a_signal_becomes_an_exception_with_the_exit_code_of_a_shell(number, cod
         os.kill(os.getpid(), number)
     assert interrupted.value.exit_code == code
     assert str(interrupted.value) == number.name
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT])
+def test_what_a_dead_servers_worker_may_send_to_its_next_parent_does_not_end_the_tuner(number, monkeypatch):
+    monkeypatch.setattr("os.isatty", lambda _fd: False)
+    interrupts = Interrupts()
+    with interrupts.installed():
+        os.kill(os.getpid(), number)
+        interrupts.check()
+        code = f"import signal; print(signal.getsignal({int(number)}).name)"
+        child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert child.stdout.strip() == "SIG_DFL", "a server inherits nothing of that"
+
+
+def test_at_a_terminal_the_key_for_sigquit_ends_a_study_in_order(monkeypatch):
+    monkeypatch.setattr("os.isatty", lambda _fd: True)
+    with pytest.raises(Interrupted) as interrupted, Interrupts().installed():
+        os.kill(os.getpid(), signal.SIGQUIT)
+    assert interrupted.value.exit_code == 131
 
 
 def test_handlers_are_put_back():
