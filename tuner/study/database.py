@@ -114,6 +114,8 @@ def open_database(url: str, *, create: bool) -> Engine:
     """
     file = sqlite_file(url)
     try:
+        if file is not None and file.exists() and not file.is_file():
+            raise UsageError(f"{file} is no file, so no database: move it away, and put the study's own back")
         if file is not None and not file.exists():
             if not create:
                 raise UsageError(f"there is no database {file}")

@@ -1,9 +1,12 @@
 """Faults of the storage as a user meets them: a message, exit code 2 or 3, no traceback, and every block intact."""
 
 import errno
+import os
 import resource
 import shutil
 import sqlite3
+import subprocess
+import time
 
 import pytest
 import sqlalchemy as sa
@@ -54,6 +57,14 @@ def goes_on(machine, before):  # noqa: F811
     assert set(before) <= set(after), "a block was lost"
     assert len(after) == len({row[:4] for row in after}) == 2 * 5
     assert len(machine.measured) == 10, "a block was lost or measured twice"
+
+
+def ends(before):
+    """The same command ends the study, and every block of before is still there."""
+    process_ends()
+    result = tuner("run", "toy.yaml")
+    assert result.exit_code == 0, result.output
+    assert set(before) <= set(blocks())
 
 
 def test_a_database_that_stays_locked(machine, monkeypatch):  # noqa: F811
@@ -261,3 +272,75 @@ def test_known_crashes_are_beside_the_studies_and_can_be_ignored(machine):  # no
     assert not any(settings.get("num_steps", 0) >= 3 for settings in machine.starts)
     tuner("run", "toy.yaml", "--study", "third", "--launches", 14, "--no-crash-memory")
     assert any(settings.get("num_steps", 0) >= 3 for settings in machine.starts)
+
+
+def test_a_folder_in_the_place_of_the_database_is_said_and_nothing_is_written_into_it(machine, monkeypatch):  # noqa: F811
+    def replaced(store):
+        os.rename(DATABASE, f"{DATABASE}.kept")
+        os.mkdir(DATABASE)
+
+    with monkeypatch.context() as patched:
+        at_block(3, patched, replaced)
+        fault(tuner("run", "toy.yaml"), 3, "study.db", "is gone")
+    assert not machine.running
+    for command in (["run", "toy.yaml"], ["resume", "toy"], ["status", "toy"]):
+        result = tuner(*command)
+        assert result.exit_code in (2, 3), result.output
+        assert "Traceback" not in result.output
+        assert "study.db" in result.output.replace("\n", "")
+        assert "Everything measured is kept" not in result.output.replace("\n", " ")
+    assert os.listdir(DATABASE) == []
+    os.rmdir(DATABASE)
+    os.rename(f"{DATABASE}.kept", DATABASE)
+    before = blocks()
+    assert len(before) == 3
+    ends(before)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of a few megabytes in the place of `studies`."""
+    folder = tmp_path / "studies"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted here: {made.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full_costs_no_block_that_was_kept(machine, small_disk, monkeypatch):  # noqa: F811
+    filler = small_disk / "filler"
+
+    def fill(store):
+        with open(filler, "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(b"x" * 512)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+
+    with monkeypatch.context() as patched:
+        at_block(3, patched, fill)
+        fault(tuner("run", "toy.yaml"), 3, "full")
+    assert not machine.running
+    filler.unlink()
+    before = blocks()
+    assert len(before) == 3
+    ends(before)
+
+
+@pytest.mark.parametrize("jump_s", [-7200.0, 7200.0])
+def test_a_clock_that_is_put_right_in_mid_study_takes_nothing_from_its_hours(machine, monkeypatch, jump_s):  # noqa: F811
+    real = time.time
+
+    with monkeypatch.context() as patched:
+        at_block(1, patched, lambda _store: patched.setattr("time.time", lambda: real() + jump_s))
+        result = tuner("run", "toy.yaml", "--hours", "1")
+        for command in ("status", "report"):
+            assert tuner(command, "toy").exit_code == 0
+    assert result.exit_code == 0, result.output
+    assert len(blocks()) == 2 * 5
+    with sqlite3.connect(DATABASE) as connection:
+        took = connection.execute("select ended_at - started_at from tuner_launches").fetchall()
+    assert all(0 <= seconds < 60 for (seconds,) in took)
