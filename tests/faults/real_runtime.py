@@ -166,7 +166,8 @@ def _podman() -> Runtime:
     storage.write_text(f'[storage]\ndriver = "vfs"\ngraphroot = "{folder}/data"\nrunroot = "{folder}/run"\n')
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     limits = f'default_ulimits = ["nofile={files}:{files}", "nproc=4096:4096"]\n'
-    trials = ["", f"[containers]\n{limits}", f'[containers]\n{limits}[engine]\nruntime = "runc"\n']
+    runc = '[engine]\nruntime = "runc"\n'
+    trials = ["", f"[containers]\n{limits}", f"[containers]\n{limits}{runc}", runc]
     problems = []
     for i, text in enumerate(trials):
         env = {"CONTAINERS_STORAGE_CONF": str(storage)}

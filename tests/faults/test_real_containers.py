@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,22 +19,30 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+import engine
+from engine.cache import cache_dir
+from engine.model.source import KNOWN, fetch
+from engine.ops import native
 from tests.faults import contained_study
 from tests.faults.conftest import PATIENT, faulty_record
 from tests.faults.real_runtime import IMAGE, Runtime, Unusable, find, interpreter, mounts
 from tests.faults.test_faulty_servers import failing
 from tests.tuner.study.test_study_resume import outcome
+from tests.tuner.study.toy_study import space
 from tuner.cli.app import app
+from tuner.engines.base import get_engine
 from tuner.engines.container import contained
 from tuner.errors import EnvironmentBroken
 from tuner.launch import container
 from tuner.launch.leftovers import leftovers
-from tuner.launch.ports import is_free
+from tuner.launch.ports import free_port, is_free
 from tuner.launch.processes import marker_of, marker_text, wait_until
 from tuner.launch.reap import marked, reap
 from tuner.launch.server import Server
-from tuner.records import LaunchRecord
+from tuner.records import Candidate, LaunchRecord
 from tuner.space.schema import ContainerSection
+from tuner.study.engine import launch_record
+from tuner.study.world import Machine
 
 Launch = Callable[..., Server]
 
@@ -340,6 +349,70 @@ def test_a_study_in_real_containers_whose_tuner_is_killed_goes_on_and_leaves_not
     assert marked(marker_text({"study": data.uid})) == []
     assert not [launch for launch in data.launches if launch.ended_at is None]
     assert all(is_free(launch.record.port) for launch in data.launches if launch.record)
+
+
+ENGINE = """
+name: contained-engine
+engine:
+  kind: command
+  model: smollm2-135m
+  args:
+    command: [{python}, -m, engine, serve, --model, "{{model}}", --host, "{{host}}", --port, "{{port}}",
+              --context-length, "512", --speculation, "{{speculation}}", --num-steps, "{{num_steps?}}"]
+    info_path: /server_info
+  env: {{PYTHONPATH: "{path}", SPEC_TUNER_CACHE: {cache}, XDG_CACHE_HOME: /tmp}}
+  container: {{runtime: {runtime}, image: "{image}", shm_size: 256m, mounts: {mounts}}}
+workload: {{concurrency: [1], max_tokens: 32}}
+baseline: {{speculation: none}}
+parameters:
+  speculation: {{choices: [ngram]}}
+  num_steps: {{choices: [3], when: speculation != 'none'}}
+budget: {{launches: 4, candidates: 1}}
+profile: short
+"""
+
+
+def engine_space(box: Runtime) -> Any:
+    """The bundled engine as anybody's server: its interpreter, package, libraries and model are mounted, and read-only."""
+    libraries, package, cache = sysconfig.get_paths()["purelib"], Path(engine.__file__).parent, cache_dir()
+    native.build()
+    fetch(KNOWN["smollm2-135m"])
+    # A compiler is asked for its version, and stands behind a link there.
+    inside = [*mounts(), *(f"{each}:{each}:ro" for each in (libraries, package, cache, "/etc/alternatives"))]
+    path = f"{package.parent}:{libraries}"
+    text = ENGINE.format(
+        python=interpreter(), path=path, cache=cache, runtime=box.name, image=IMAGE, mounts=json.dumps(inside)
+    )
+    return space(text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_bundled_engine_in_a_real_container_is_launched_measured_and_ended(box: Runtime, tmp_path: Path) -> None:
+    the_space = engine_space(box)
+    machine = Machine(the_space)
+    candidate = Candidate({"speculation": "ngram", "num_steps": 3})
+    plan = launch_record(the_space, get_engine("command"), candidate, host="127.0.0.1", port=free_port())
+    server = machine.start(plan, marker={"study": f"engine {os.getpid()}"}, log_path=tmp_path / "log")
+    try:
+        server.wait_ready()
+        server.smoke()
+        info = server.server_info()
+        assert info is not None
+        assert (info["effective"]["speculation"], info["effective"]["num_steps"]) == ("ngram", 3)
+        assert get_engine("command").mismatches(plan, info) == []
+        outcome = machine.measure(
+            server, plan, concurrency=1, role="screen", seed=1, on_progress=lambda _progress: None, share=0.5
+        )
+        assert outcome.failure is None
+        assert outcome.block is not None
+        assert outcome.block.tokens > 32
+        assert outcome.block.counters["server_verify_steps"] > 0
+        assert server.cpu_s() > 1, "what it computes is counted as its own"
+    finally:
+        report = server.stop()
+    assert report.unclean == ()  # type: ignore[comparison-overlap]
+    assert box.ids() == []
 
 
 def _blocks(folder: Path) -> set[tuple[Any, ...]]:
