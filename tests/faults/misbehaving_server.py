@@ -571,7 +571,8 @@ while True:
 
 def overwrite_environment() -> None:
     """As a process title does that needs room: what stood behind the arguments is gone."""
-    start, end = open("/proc/self/stat").read().rsplit(")", 1)[1].split()[47:49]
+    with open("/proc/self/stat") as file:
+        start, end = file.read().rsplit(")", 1)[1].split()[47:49]
     ctypes.memset(int(start), 0, int(end) - int(start))
 
 

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from unicodedata import category
@@ -20,7 +21,7 @@ from tuner.bench.block import BlockOutcome
 from tuner.errors import LaunchFailed
 from tuner.launch import logs, pump
 from tuner.launch.processes import look, marker_of, sockets, wait_until
-from tuner.launch.server import LaunchLimits, Server
+from tuner.launch.server import Server
 from tuner.records import LaunchRecord
 from tuner.study.interrupt import Interrupts
 
@@ -108,10 +109,8 @@ def test_launches_one_after_another_leave_no_file_thread_or_process_of_ours(laun
     before = held()
     for mode in ("healthy", "dies_on_first_decode", "crashes_at_start", "healthy"):
         server = launch(mode)
-        try:
+        with suppress(LaunchFailed):
             up(server)
-        except LaunchFailed:
-            pass
         server.stop()
     assert held() == before
 

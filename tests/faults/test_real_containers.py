@@ -373,7 +373,7 @@ profile: short
 
 
 def engine_space(box: Runtime) -> Any:
-    """The bundled engine as anybody's server: its interpreter, package, libraries and model are mounted, and read-only."""
+    """The bundled engine as anybody's server: its interpreter, package, libraries and model are mounted read-only."""
     libraries, package, cache = sysconfig.get_paths()["purelib"], Path(engine.__file__).parent, cache_dir()
     native.build()
     fetch(KNOWN["smollm2-135m"])

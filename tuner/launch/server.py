@@ -505,8 +505,8 @@ class Server:
         here = ports.listeners(self.record.port, self.record.host)
         if here is None or here & own:
             return ""
-        found = ports.addresses(own)
-        return f"; it listens on {', '.join(found)} and not on port {self.record.port} of {self.record.host}" if found else ""
+        found = ", ".join(ports.addresses(own))
+        return f"; it listens on {found} and not on port {self.record.port} of {self.record.host}" if found else ""
 
     def _check_owner(self) -> None:
         """Raises when a socket that listens on our port belongs to somebody else."""

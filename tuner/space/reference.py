@@ -70,7 +70,7 @@ ABOUT: Mapping[str, str] = {
     "objective.slo.tpot_ms": "time per further token",
     "objective.slo.e2e_ms": "time of the whole request",
     "budget": "where the search ends, whichever comes first; totals over the whole life of the study",
-    "budget.launches": "server starts, confirmation included; only what spoils in the confirmation is launched beyond them",
+    "budget.launches": "server starts, confirmation included; beyond them, only what was spoiled there is repeated",
     "budget.candidates": "distinct candidates",
     "budget.hours": "with a server",
     "profile": "short: 64 tokens and two levels at most, 4 pairs. full: as the file says, longer windows, 8 pairs",

@@ -26,7 +26,7 @@ ENDS_OVER = 0.2
 """The same share of tokens per verify step where they are counted when a request ends, its first token among them."""
 
 OFF_FROM = 2
-"""From so many times the last load at which there is speculation, the running requests do not come down to it for long."""
+"""From so many times the last load with speculation on, running requests do not come down to it for long."""
 
 MAX_SPECULATED = 0.5
 """Share of the tokens that may come of verify steps where there are to be none."""
@@ -94,7 +94,8 @@ def _under(engine: str, told: Mapping[str, Any], depth: int, varies: bool, block
     mean = block.counters["server_drafted"] / block.counters["server_verify_steps"]
     if mean >= least:
         return None
-    return Gate("capped_effective", round(mean, 6), least, False, f"drafts a verify step, though {depth} were asked for")
+    said = f"drafts a verify step, though {depth} were asked for"
+    return Gate("capped_effective", round(mean, 6), least, False, said)
 
 
 def _off(here: list[tuple[int, int]], allowed: int, block: Block) -> Gate | None:

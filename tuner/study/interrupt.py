@@ -1,11 +1,11 @@
-"""What asks the tuner to end, as one exception that ends a study in order; commits and teardown are shielded from it."""
+"""Signals that ask the tuner to end, as one exception that ends a study in order; commits and teardown are shielded."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -43,15 +43,16 @@ class Interrupts:
     def installed(self) -> Iterator[Interrupts]:
         """Handles the signals for the block; does nothing outside of the main thread.
 
-        They are SIGINT, SIGTERM, SIGHUP and SIGXCPU; one of the latter that is ignored, as under `nohup`, stays so. Workers
-        of a dead server may send SIGQUIT, SIGUSR1 or SIGUSR2 to whoever their parent has become, and that is the tuner,
-        which takes up orphans: they have no effect, but for SIGQUIT at a terminal.
+        They are SIGINT, SIGTERM, SIGHUP and SIGXCPU; one of the latter that is ignored, as under `nohup`, stays so.
+        Workers of a dead server may send SIGQUIT, SIGUSR1 or SIGUSR2 to whoever their parent has become, and that is
+        the tuner, which takes up orphans: they have no effect, but for SIGQUIT at a terminal.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        handlers = {number: self._handle for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)}
-        handlers |= {number: _let_be for number in (signal.SIGUSR1, signal.SIGUSR2)}
+        end = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
+        handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = dict.fromkeys(end, self._handle)
+        handlers |= dict.fromkeys((signal.SIGUSR1, signal.SIGUSR2), _let_be)
         handlers[signal.SIGQUIT] = self._handle if _at_a_terminal() else _let_be
         ours = (signal.SIGINT, signal.SIGTERM)
         chosen = [n for n in handlers if n in ours or signal.getsignal(n) != signal.SIG_IGN]

@@ -140,7 +140,8 @@ class Trials:
     def tell(self, number: int, score: Score, why: str = "", kind: TrialKind | None = None) -> None:
         """Ends a running trial: COMPLETE, with a finite value, whatever came of it; telling it again does nothing.
 
-        `kind` is what it turned out to be, where it is not what it began as. Constraints and the reason go first, for nothing can be written to a finished trial.
+        `kind` is what it turned out to be, where it is not what it began as. Constraints, kind and reason go first, for
+        nothing can be written to a finished trial.
         """
         from tuner.study.quiet_optuna import optuna
 

@@ -313,12 +313,9 @@ def test_a_disk_that_is_really_full_costs_no_block_that_was_kept(machine, small_
     filler = small_disk / "filler"
 
     def fill(store):
-        with open(filler, "wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(b"x" * 512)
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
+        with open(filler, "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+            while True:
+                file.write(b"x" * 512)
 
     with monkeypatch.context() as patched:
         at_block(3, patched, fill)
