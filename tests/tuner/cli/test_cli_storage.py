@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import subprocess
 import time
+from contextlib import suppress
 
 import pytest
 import sqlalchemy as sa
@@ -313,9 +314,10 @@ def test_a_disk_that_is_really_full_costs_no_block_that_was_kept(machine, small_
     filler = small_disk / "filler"
 
     def fill(store):
-        with open(filler, "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-            while True:
-                file.write(b"x" * 512)
+        with open(filler, "wb", buffering=0) as file, suppress(OSError):
+            while file.write(b"x" * 512):
+                pass
+        assert shutil.disk_usage(small_disk).free < 4096
 
     with monkeypatch.context() as patched:
         at_block(3, patched, fill)
