@@ -175,6 +175,20 @@ def test_a_folder_of_logs_that_is_removed_costs_evidence_and_nothing_else(tmp_pa
         assert server.stop().clean
 
 
+def test_a_folder_that_takes_no_file_any_more_loses_output_and_never_stops_the_pump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> int:
+        raise PermissionError
+
+    sink = pump.Sink(tmp_path / "log", 10, 10)
+    sink.write(b"x" * 35)
+    monkeypatch.setattr(pump, "_open", refused)
+    monkeypatch.setattr(Path, "unlink", refused)
+    sink.write(b"y" * 40)
+    assert (sink.total, sink.lost) == (40, 35), "a file that was open is filled to its end"
+
+
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 

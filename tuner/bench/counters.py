@@ -73,6 +73,14 @@ DIALECTS = (
 )
 
 
+_FAMILIES = {
+    name.removesuffix("_total")
+    for d in DIALECTS
+    for name in (*d.totals, *(entry[0] for entry in (d.exactly, d.at_least) if entry))
+}
+_WANTED = tuple(f"{before}{name}".encode() for name in sorted(_FAMILIES) for before in ("", "# TYPE "))
+"""How the lines of a page begin that are of use."""
+
 _MOST = 1e18
 """Of a counter; neither an infinity nor what is no number lies below it."""
 
@@ -99,8 +107,10 @@ def parse_snapshot(page: bytes, asked_ns: int, answered_ns: int) -> Snapshot | N
     totals = {name for d in DIALECTS for name in d.totals}
     labelled = dict(entry for d in DIALECTS for entry in (d.exactly, d.at_least) if entry)
     values: dict[str, float] = {}
+    # Read while the load runs: a page of megabytes would hold up the loop, and be called the machine's fault.
+    kept = b"\n".join(line for line in page.split(b"\n") if line.startswith(_WANTED))
     try:
-        for family in text_string_to_metric_families(page.decode("utf-8", "replace")):
+        for family in text_string_to_metric_families(kept.decode("utf-8", "replace") + "\n"):
             for sample in family.samples:
                 key = sample.name
                 if key in labelled:

@@ -75,7 +75,8 @@ class LaunchLog:
         """Starts the pump again when somebody has ended it: nobody else reads the pipe, and the server would block."""
         with self._lock:
             if not self._closed and self._pump.poll() not in (None, 0):
-                self._pump = self._start()
+                with contextlib.suppress(OSError):  # no process to be had just now; the next look tries again
+                    self._pump = self._start()
 
     def drain(self, timeout_s: float = 2.0) -> None:
         """Waits until what has been written to the pipe stands in the files."""

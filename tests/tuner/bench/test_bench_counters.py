@@ -1,4 +1,7 @@
+from typing import Any
+
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tuner.bench.counters import delta, parse_snapshot
 
@@ -108,3 +111,20 @@ def test_seconds_and_rounds_of_the_model_process_are_those_of_the_window() -> No
     assert change is not None
     assert change.rounds == 20
     assert change.seconds == {"draft": 0.25, "forward": 4.0}
+
+
+def test_of_a_page_of_megabytes_only_what_is_of_use_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read while the load runs, and a loop that is held up invalidates the block."""
+    other = "".join(f'other_seconds_bucket{{path="/{i}",le="{i}"}} {i}\n' for i in range(100_000)).encode()
+    page = other + ENGINE.format(generated=7, steps=3, accepted=1).encode() + other
+    seen = []
+
+    def parse(text: str) -> Any:
+        seen.append(len(text))
+        return text_string_to_metric_families(text)
+
+    monkeypatch.setattr("tuner.bench.counters.text_string_to_metric_families", parse)
+    found = parse_snapshot(page, 0, 1)
+    assert found is not None
+    assert found.values["engine_generated_tokens_total"] == 7
+    assert seen[0] < 1000 < len(page)
