@@ -15,6 +15,11 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from tuner.plain import plain
+
+SAID, SHOWN = 4000, 60_000
+"""Characters of a message, and of evidence."""
+
 Setting = str | int | float | bool
 """The value of one engine-neutral setting."""
 
@@ -121,7 +126,8 @@ class Failure:
 
     `kind` is one of the failure classes (`startup_crash`, `oom_under_load`, …; docs/failures.md lists them).
     `phase` is one of start, ready, smoke, readback, bench, stop. `blame` says whom it is held against. `stage` is what
-    a server that was not ready yet last said it was doing ("loading weights"), where its log rules know.
+    a server that was not ready yet last said it was doing ("loading weights"), where its log rules know. What a server
+    has written into message and evidence is made fit for a terminal, and cut where it is too long.
     """
 
     kind: str
@@ -133,6 +139,10 @@ class Failure:
     retryable: bool = False
     stage: str = ""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", plain(self.message, SAID))
+        object.__setattr__(self, "evidence", plain(self.evidence.replace("\r\n", "\n"), SHOWN))
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -143,6 +153,10 @@ class Gate:
     limit: float
     ok: bool
     detail: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.detail) > SAID or not self.detail.isprintable():  # what a server has sent
+            object.__setattr__(self, "detail", plain(self.detail, SAID))
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ def _reasons(differences: Any) -> dict[str, str]:
 
 def _same(wanted: Setting, effective: Any) -> bool:
     if wanted == "never" or effective == "never":
-        return {wanted, effective} <= {"never", None}
+        return wanted in ("never", None) and effective in ("never", None)
     if isinstance(wanted, bool) or isinstance(effective, bool):
         return wanted is effective
     return bool(wanted == effective)

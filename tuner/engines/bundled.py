@@ -146,9 +146,14 @@ class BundledEngine:
 
         A KV pool that was rounded up to whole pages is what was asked for.
         """
-        found = compare(record.expected, server_info, all_told=True)
-        page = (server_info.get("effective") or {}).get("page_size", 1)
-        return [m for m in found if m.setting != "kv_tokens" or not 0 <= (m.effective or 0) - m.requested < page]
+        effective = server_info.get("effective")
+        page = effective.get("page_size") if isinstance(effective, Mapping) else None
+
+        def rounded_up(m: Mismatch) -> bool:
+            whole = isinstance(m.effective, int) and isinstance(page, int)
+            return m.setting == "kv_tokens" and whole and 0 <= m.effective - m.requested < page
+
+        return [m for m in compare(record.expected, server_info, all_told=True) if not rounded_up(m)]
 
     def change(self, record: LaunchRecord) -> Change:
         """See `Reconfigurable.change`."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tuner.launch.kinds import KINDS, Phase, failure
-from tuner.launch.plain import plain, plain_lines
 from tuner.launch.rules import Rule, RuleBook, rule_book
+from tuner.plain import plain, plain_lines
 from tuner.records import Failure
 
 _PREFIX = re.compile(
@@ -68,8 +68,6 @@ _CRASH: dict[str, str] = {
 _EVIDENCE_LINES = 20
 _TRACEBACK_LINES = 5000
 _KERNEL = "the kernel has ended a process for want of memory"
-_SAID = 4000
-"""Characters of a message."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,7 @@ def classify(
     during = f"while {stage}" if stage else ""
     message = "; ".join(part for part in (seen, ended, first.said if first else "", during, swallowed) if part)
     evidence = _evidence(first, before + errors, log or earlier)
-    return replace(failure(kind, phase, plain(message, _SAID), evidence, exit_status), stage=stage)
+    return replace(failure(kind, phase, message, evidence, exit_status), stage=stage)
 
 
 def _cause(errors: Sequence[_Error]) -> _Error | None:

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tuner.launch import pump
-from tuner.launch.plain import plain_lines
 from tuner.launch.processes import wait_until
+from tuner.plain import plain_lines
 
 HEAD = 64 << 20
 """Bytes of the beginning that are kept for good: it holds the cause of a failure at start."""

@@ -26,7 +26,6 @@ from tuner.launch.clock import RunningClock
 from tuner.launch.container import LaunchContainer
 from tuner.launch.kinds import Phase, failure
 from tuner.launch.notes import NoteBook
-from tuner.launch.plain import plain
 from tuner.launch.processes import (
     KEEPS_ENVIRONMENT,
     MARKER,
@@ -43,6 +42,7 @@ from tuner.launch.processes import (
     wait_until,
 )
 from tuner.launch.shm import SegmentWatch
+from tuner.plain import plain
 from tuner.records import Failure, LaunchRecord
 
 _POLL_S = 0.05

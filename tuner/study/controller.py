@@ -15,7 +15,8 @@ from tuner.engines.base import Change, Reconfigurable
 from tuner.errors import EnvironmentBroken, LaunchFailed, StudyStopped
 from tuner.judge.quality import Answers
 from tuner.launch.kinds import failure as kind_failure
-from tuner.records import Block, Candidate, Failure, Gate, LaunchRecord
+from tuner.plain import plain
+from tuner.records import SHOWN, Block, Candidate, Failure, Gate, LaunchRecord
 from tuner.space import Listed
 from tuner.study.crashes import CrashesSeen, CrashMemory, crashes_seen, most_crashes
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData, StudyState
@@ -919,11 +920,11 @@ class Controller:
 
     def _say(self, kind: str, message: str, /, **facts: Any) -> None:
         """Tells the observer what the records show anyway."""
-        self.observer.event(Event(kind, message, facts))
+        self.observer.event(Event(kind, plain(message, SHOWN), facts))
 
     def _event(self, kind: str, message: str, /, **facts: Any) -> None:
         """Tells it, and keeps it: no other record shows it."""
-        self.store.event(kind, message)
+        self.store.event(kind, plain(message, SHOWN))
         self._say(kind, message, **facts)
 
 

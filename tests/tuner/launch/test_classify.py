@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ from tuner.engines.base import get_engine
 from tuner.launch.classify import classify
 from tuner.launch.kinds import KINDS, failure
 from tuner.launch.rules import names, own_problems, rule_book
+from tuner.records import Failure, Gate
 from tuner.space import Outside, SpaceProblems, parse_space
 
 EXAMPLES = [(engine, rule, line) for engine in names() for rule in rule_book(engine).causes for line in rule.examples]
@@ -367,3 +369,17 @@ def test_what_a_server_writes_cannot_reach_a_terminal_as_it_is_nor_fill_it() -> 
             assert "owned" not in said
             assert "\u202e" not in said
             assert len(said) < 10_000
+
+
+def test_no_failure_and_no_gate_carries_a_servers_words_as_they_are() -> None:
+    """An answer, an event of a stream or a setting that it reports come to a person as a log does."""
+    words = "\x1b[2J\x1b]0;owned\x07\0\u202e" + "9" * 1_000_000
+    failure = Failure("bad_protocol", "bench", words, f"one\r\ntwo{words}")
+    gate = Gate("low_success_rate", 0.0, 1.0, False, words)
+    for said in (failure.message, failure.evidence, gate.detail):
+        assert not [one for one in said if ord(one) < 32 and one != "\n"]
+        assert "owned" not in said
+        assert "\u202e" not in said
+        assert len(said) < 60_001
+    assert failure.evidence.startswith("one\ntwo")
+    assert replace(failure, kind="hung_decode").message == failure.message, "nothing is cut twice"
