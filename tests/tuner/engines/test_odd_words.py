@@ -13,9 +13,9 @@ from tuner.study.engine import not_in_effect
 
 WORDS = (
     *("effective", "paths", "differences", "setting", "reason", "state", "detail", "failed", "fell_back", "never"),
-    *("speculation", "num_steps", "disable_batch_threshold", "kv_tokens", "page_size", "internal_states", "vllm_config"),
+    *("speculation", "num_steps", "disable_batch_threshold", "kv_tokens", "page_size", "internal_states"),
     *("speculative_config", "slots", "speculative", "total_slots", "default_generation_settings", "model_config"),
-    *("cache_config", "parallel_config", "scheduler_config", "server_args", "log_backend", "n_ctx", "num_speculative_tokens"),
+    *("vllm_config", "cache_config", "parallel_config", "scheduler_config", "server_args", "log_backend", "n_ctx"),
 )
 SETTINGS = {"speculation": "ngram", "num_steps": 3, "disable_batch_threshold": "never"}
 
