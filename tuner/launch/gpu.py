@@ -40,7 +40,9 @@ def ask(*arguments: str, timeout_s: float = 20.0) -> str | None:
     if program is None:
         return None
     try:
-        answer = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
+        answer = subprocess.run(
+            [program, *arguments], capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout if answer.returncode == 0 else None

@@ -50,7 +50,7 @@ def _gpus(devices: Sequence[str]) -> tuple[list[str], str]:
     command = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     command += [f"--id={','.join(devices)}"] if devices else []
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        answer = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return [], ""
     if answer.returncode != 0:

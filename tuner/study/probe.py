@@ -127,6 +127,7 @@ def check(command: Sequence[str], told: Mapping[str, Any]) -> str | None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
             start_new_session=True,
         )
     except (OSError, ValueError) as error:

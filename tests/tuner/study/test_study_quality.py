@@ -149,6 +149,8 @@ def test_the_users_check_has_the_last_word(tmp_path: Path) -> None:
     assert found.overall.winner is None
     assert any("the check objects: too terse, a plain" in line for line in found.advice)
     assert check([sys.executable, "-c", "pass"], {}) is None
+    garbled = "import sys; sys.stdout.buffer.write(bytes(range(128, 256))); sys.exit(1)"
+    assert check([sys.executable, "-c", garbled], {}), "what it writes need not be text"
     assert "cannot be started" in (check(["./no-such-program"], {}) or "")
 
 
