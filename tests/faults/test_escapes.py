@@ -146,6 +146,43 @@ with Server.start(record, marker={{"study": "stopped {os.getpid()}"}}, log_path=
         reap(marker_text({"study": f"stopped {os.getpid()}"}), grace_s=0)
 
 
+def test_time_in_which_the_client_was_stopped_is_no_silence_and_invalidates_what_it_fell_into(tmp_path: Path) -> None:
+    """Stopped in the short first request, and in the window: the server was idle, and nobody hung."""
+    code = f"""
+import sys
+from pathlib import Path
+from tests.faults.conftest import faulty_record
+from tests.faults.test_faulty_servers import bench
+from tuner.launch.server import LaunchLimits, Server
+record = faulty_record("drips", "--seconds", "0.1")
+with Server.start(record, marker={{"study": "halted {os.getpid()}"}}, log_path=Path({str(tmp_path / "log")!r}),
+                  limits=LaunchLimits(grace_s=1)) as server:
+    server.wait_ready()
+    server.smoke()
+    print("probe", flush=True)
+    outcome = bench(server, on_progress=lambda p: p.phase == "window" and print("window", flush=True))
+    print(outcome.failure, [g.name for g in outcome.block.gates if not g.ok] if outcome.block else "")
+"""
+    root = Path(__file__).parents[2]
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root)
+    try:
+        assert owner.stdout is not None
+        for phase in ("probe\n", "window\n"):
+            assert owner.stdout.readline() == phase
+            time.sleep(0.1)
+            owner.send_signal(signal.SIGSTOP)
+            time.sleep(3)
+            owner.send_signal(signal.SIGCONT)
+        said = [line for line in owner.stdout.read().splitlines() if line != "window"]
+        assert owner.wait(20) == 0
+        assert said[-1].startswith("None ")
+        assert "client_stopped" in said[-1]
+    finally:
+        owner.kill()
+        owner.wait()
+        reap(marker_text({"study": f"halted {os.getpid()}"}), grace_s=0)
+
+
 def test_the_note_of_a_launch_is_gone_once_it_has_ended_cleanly(launch: Launch) -> None:
     server = launch("healthy", limits=LaunchLimits(grace_s=1, gone_s=5))
     assert server.marker in [note.marker for note in notes.notes()]

@@ -19,7 +19,7 @@ from tuner.bench.counters import Snapshot, delta, parse_snapshot
 from tuner.bench.fleet import Fleet, FleetBroken, processes_needed
 from tuner.bench.plan import WindowPlan
 from tuner.bench.prompts import Prompt
-from tuner.bench.pulse import NS, LagMeter, Pulse, request_failure
+from tuner.bench.pulse import NS, STOPPED_S, LagMeter, Pulse, request_failure
 from tuner.bench.recount import recount
 from tuner.bench.requests import Sampling, encode, request_sequence
 from tuner.bench.summary import Recording, summarise
@@ -182,6 +182,7 @@ class _BlockRun:
         self.phase_s = 0.0
         self.client: LoadClient | Fleet | None = None
         self.pulse: Pulse | None = None
+        self.stopped = False
         self.next_look = 0
         self.next_report = 0
 
@@ -221,6 +222,9 @@ class _BlockRun:
             task = asyncio.create_task(exchange_once(self.target, data, exchange, self.plan.stall_s))
             await self._until(task.done)
             await task
+            stopped, self.stopped = self.stopped, False
+            if exchange.end == "cancelled" and stopped:
+                continue  # it was ourselves who could not listen
             if exchange.status < 500 or attempt == PROBE_TRIES - 1:
                 break
             await asyncio.sleep(0.5)
@@ -275,6 +279,7 @@ class _BlockRun:
         if isinstance(client, Fleet):
             process_cpu_s += sum(loops_s)
         lags_s = client.lags_s if isinstance(client, Fleet) else lag.lags_s
+        stopped_s = (client if isinstance(client, Fleet) else lag).longest_s(start_ns, end_ns)
         # The counters may have been read a moment before the window; what ended before that is of no use.
         traces = tuple(read_exchange(exchange) for exchange in client.finished if exchange.end_ns > start_ns - NS)
         idle = [e.idle_ns for e in client.finished if e.idle_ns and start_ns <= e.sent_ns < end_ns]
@@ -302,6 +307,7 @@ class _BlockRun:
             edge_lag_s=max(
                 lags_s(start_ns - edge, start_ns + edge) + lags_s(end_ns - edge, end_ns + edge), default=0.0
             ),
+            stopped_s=stopped_s,
             connections=client.connections,
             before=await before,
             after=await after,
@@ -432,8 +438,11 @@ class _BlockRun:
 
     async def _until(self, done: Callable[[], bool]) -> None:
         """Sleep until `done()`, watching the server. Raises `_Ended` when the block cannot go on."""
+        last = monotonic_ns()
         while not done():
             now = monotonic_ns()
+            self.stopped = self.stopped or now - last > STOPPED_S * NS
+            last = now
             if now >= self.next_look:
                 self.next_look = now + int(LOOK_EVERY_S * NS)
                 await self._look()

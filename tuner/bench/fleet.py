@@ -14,7 +14,7 @@ import pickle
 import struct
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic_ns
 
@@ -210,6 +210,10 @@ class Fleet:
         last = bisect_right(self._lags, end_ns, key=lambda sample: sample[0])
         return [lag for _, lag in self._lags[first:last]]
 
+    def longest_s(self, start_ns: int, end_ns: int) -> float:
+        """The longest lag of any loop that fell into this time, also where it ended behind it."""
+        return longest_s(self._lags, start_ns, end_ns)
+
     async def _add(self, job: Job) -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -275,3 +279,11 @@ def _send(process: asyncio.subprocess.Process, message: object) -> None:
     assert process.stdin is not None
     data = pickle.dumps(message)
     process.stdin.write(LENGTH.pack(len(data)) + data)
+
+
+def longest_s(samples: Iterable[tuple[int, float]], start_ns: int, end_ns: int) -> float:
+    """The longest lag of a loop that fell into this time, also where it ended behind it; 0 without any.
+
+    `samples` are (end of a lag, its seconds).
+    """
+    return max((lag for at, lag in samples if at >= start_ns and at - lag * NS <= end_ns), default=0.0)

@@ -39,6 +39,10 @@ MAX_TURNAROUND_BIAS = 0.01
 MAX_EDGE_BIAS = 0.01
 """Longest loop lag near the window's two edges / window length: output that came in time but was stamped late."""
 
+MAX_STOPPED_S, MAX_STOPPED_SHARE = 1.0, 0.02
+"""Longest lag of the loop within the window, in seconds and of the window; it must be beyond both. A client that was
+stopped (SIGSTOP, a suspended machine) sends nothing, and its server looks slow."""
+
 MAX_TOKEN_DISAGREEMENT = 0.005
 """|client's tokens - server's counter| / counter, beyond what the moment of reading leaves open."""
 
@@ -82,6 +86,7 @@ ENVIRONMENT_GATES = frozenset(
         "client_steals_cpu",
         "slow_turnaround",
         "loop_lag",
+        "client_stopped",
         "tokens_disagree",
         "foreign_load",
         "cpu_stolen",
@@ -97,8 +102,9 @@ class Observed:
     """What the gates look at, for one window.
 
     `turnaround_s` is the mean time from the end of an answer to the next request, `loop_lag_s` the loop's mean lag,
-    `edge_lag_s` its longest near the window's edges. `unknown_tokens` counts requests whose tokens the server did
-    not tell. `server_tokens` and `client_tokens` are counted over the same time, `slack_tokens` what may differ.
+    `edge_lag_s` its longest near the window's edges, `stopped_s` its longest anywhere in it. `unknown_tokens` counts
+    requests whose tokens the server did not tell. `server_tokens` and `client_tokens` are counted over the same time,
+    `slack_tokens` what may differ.
     """
 
     concurrency: int
@@ -125,6 +131,7 @@ class Observed:
     client_tokens: float | None = None
     server_tokens: float | None = None
     slack_tokens: float = 0.0
+    stopped_s: float = 0.0
     events_per_s: float = 0.0
     ceiling_events_per_s: float | None = None
     surroundings: Surroundings = field(default_factory=Surroundings)
@@ -163,6 +170,12 @@ def gates(seen: Observed) -> tuple[Gate, ...]:
         found.append(_at_most("slow_turnaround", bias, MAX_TURNAROUND_BIAS, "slot idle / request duration"))
     found += [
         _at_most("loop_lag", seen.edge_lag_s / seen.window_s, MAX_EDGE_BIAS, "lag at the window's edges / window"),
+        _at_most(
+            "client_stopped",
+            seen.stopped_s,
+            max(MAX_STOPPED_S, MAX_STOPPED_SHARE * seen.window_s),
+            "longest time, in seconds, in which the client itself did not run",
+        ),
         _at_most(
             "token_overrun",
             float(seen.overrun_tokens),

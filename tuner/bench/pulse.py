@@ -7,12 +7,14 @@ from collections import Counter
 from time import monotonic_ns
 
 from tuner.bench.client import Exchange, LoadClient
-from tuner.bench.fleet import Fleet
+from tuner.bench.fleet import Fleet, longest_s
 from tuner.records import Failure
 
 NS = 1_000_000_000
 FAILURES_PER_STREAM = 5
 FAILING_FOR_S = 3.0
+STOPPED_S = 1.0
+"""Between two looks that are to be a fifth of a second apart: we were stopped ourselves, and nobody else was silent."""
 
 
 class Pulse:
@@ -30,6 +32,8 @@ class Pulse:
     def look(self) -> None:
         """Take a sample. A keep-alive comment is no output, and neither is an error body."""
         now = monotonic_ns()
+        if self.samples and (gap := now - self.samples[-1][0]) > STOPPED_S * NS:
+            self._last_output_ns = min(now, self._last_output_ns + gap)
         output = False
         for exchange in self._client.finished[self._read :]:
             self._finished_chunks += len(exchange.events)
@@ -123,3 +127,7 @@ class LagMeter:
     def lags_s(self, start_ns: int, end_ns: int) -> list[float]:
         """Lags of the timers that ran between two instants."""
         return [lag for at, lag in self.samples if start_ns <= at <= end_ns]
+
+    def longest_s(self, start_ns: int, end_ns: int) -> float:
+        """The longest lag that fell into this time, also where it ended behind it; 0 without any."""
+        return longest_s(self.samples, start_ns, end_ns)

@@ -45,6 +45,7 @@ class Recording:
     before: Snapshot | None
     after: Snapshot | None
     ceiling_events_per_s: float | None = None
+    stopped_s: float = 0.0
     client_processes: int = 1
     surroundings: Surroundings = field(default_factory=Surroundings)
     recount: Recount | None = None
@@ -83,6 +84,7 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
             turnaround_s=seen.turnaround_s,
             loop_lag_s=sum(seen.lags_s) / len(seen.lags_s) if seen.lags_s else 0.0,
             edge_lag_s=seen.edge_lag_s,
+            stopped_s=seen.stopped_s,
             tokens=tokens,
             unknown_tokens=len(unknown),
             usage_detail=_usage_detail(unknown, good),

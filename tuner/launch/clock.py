@@ -19,6 +19,11 @@ class RunningClock:
         self._last = time.monotonic()
         self._lost = 0.0
 
+    @property
+    def stopped(self) -> bool:
+        """Whether there was such a gap."""
+        return self._lost > 0
+
     def now(self) -> float:
         """Seconds, from no particular start."""
         real = time.monotonic()

@@ -60,6 +60,7 @@ def test_two_shared_cores_still_give_valid_blocks():
         ({"turnaround_s": 0.02}, "slow_turnaround"),
         ({"loop_lag_s": 0.02}, "slow_turnaround"),
         ({"edge_lag_s": 0.1}, "loop_lag"),
+        ({"stopped_s": 1.2}, "client_stopped"),
         ({"overrun_tokens": 64}, "token_overrun"),
         ({"short_outputs": 13}, "short_output"),
         ({"degenerate_outputs": 20}, "degenerate_output"),
