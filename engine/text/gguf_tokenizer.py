@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import TokenizerError
+from engine.text import gguf_sentencepiece
+from engine.text.gguf_sentencepiece import Kind
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-
-class _Kind(IntEnum):
-    """`tokenizer.ggml.token_type`, as far as it matters here."""
-
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
 
 
 @dataclass(frozen=True)
@@ -55,17 +48,50 @@ PRE_TOKENIZERS = {
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that a GGUF file's metadata describes, special tokens and leading BOS included.
+    """The tokenizer that a GGUF file's metadata describes: special tokens, and what it puts around a text.
 
     Raises:
-        TokenizerError: another vocabulary than byte-level BPE, or an unknown pre-tokenizer. Guessing one would give
-            plausible but wrong token ids.
+        TokenizerError: neither byte-level BPE nor SentencePiece's BPE, or an unknown pre-tokenizer. Guessing one would
+            give plausible but wrong token ids.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers import AddedToken, processors
 
     model = metadata.get("tokenizer.ggml.model")
-    if model != "gpt2":
-        raise TokenizerError(f"the vocabulary '{model}' of this GGUF file is not supported; supported: gpt2 (byte BPE)")
+    if model == "gpt2":
+        tokenizer, adds_bos = _byte_level(metadata)
+    elif model == "llama":
+        tokenizer, adds_bos = gguf_sentencepiece.build(metadata), True
+    else:
+        raise TokenizerError(
+            f"the vocabulary '{model}' of this GGUF file is not supported; supported: gpt2 (byte-level BPE), "
+            "llama (SentencePiece BPE)"
+        )
+    entries: list[str] = metadata["tokenizer.ggml.tokens"]
+    kinds = metadata.get("tokenizer.ggml.token_type", [Kind.NORMAL] * len(entries))
+    tokenizer.add_tokens(
+        [
+            AddedToken(entry, special=kind != Kind.USER_DEFINED, normalized=False)
+            for entry, kind in zip(entries, kinds, strict=True)
+            if kind in (Kind.UNKNOWN, Kind.CONTROL, Kind.USER_DEFINED)
+        ]
+    )
+    around = {
+        name: metadata[f"tokenizer.ggml.{name}_token_id"]
+        for name, default in (("bos", adds_bos), ("eos", False))
+        if f"tokenizer.ggml.{name}_token_id" in metadata and metadata.get(f"tokenizer.ggml.add_{name}_token", default)
+    }
+    if around:
+        spelled = {name: entries[index] for name, index in around.items()}
+        single = " ".join(part for part in (spelled.get("bos"), "$A", spelled.get("eos")) if part)
+        ids = {entries[index]: index for index in around.values()}
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(ids.items()))
+    return tokenizer
+
+
+def _byte_level(metadata: dict[str, Any]) -> tuple[Tokenizer, bool]:
+    """The tokenizer without its special tokens, and whether such texts begin with BOS where the file does not say."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
     name = metadata.get("tokenizer.ggml.pre", "gpt-2")
     if name not in PRE_TOKENIZERS:
         raise TokenizerError(f"the pre-tokenizer '{name}' is not supported; supported: {', '.join(PRE_TOKENIZERS)}")
@@ -87,17 +113,4 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
-
-    kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(entries))
-    tokenizer.add_tokens(
-        [
-            AddedToken(entry, special=kind != _Kind.USER_DEFINED, normalized=False)
-            for entry, kind in zip(entries, kinds, strict=True)
-            if kind in (_Kind.UNKNOWN, _Kind.CONTROL, _Kind.USER_DEFINED)
-        ]
-    )
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", pre.adds_bos):
-        token = entries[bos]
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, bos)])
-    return tokenizer
+    return tokenizer, pre.adds_bos

@@ -71,13 +71,11 @@ class Tokenizer:
             return self.token_bytes(token_id)
         return (self._backend.id_to_token(token_id) or "").encode()
 
-    @property
-    def strips_leading_space(self) -> bool:
-        """Whether the text of a whole sequence loses its first space (SentencePiece)."""
-        return self._strips_space
-
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of `token_ids`, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        """The text of `token_ids`, without special tokens; bytes that are not UTF-8 become U+FFFD.
+
+        The space that SentencePiece puts before a text is not part of it.
+        """
         text = b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._strips_space else text
 
