@@ -18,7 +18,7 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `seed` None means a fresh one. `stop_token_ids` end
     the request (the token itself is not shown as text) unless `ignore_eos`; the frontend puts the model's end tokens
-    there, since the model process knows no tokenizer.
+    there, since the model process knows no tokenizer. Before `min_tokens` tokens are out, they cannot be chosen.
 
     Before a token is chosen, its logits are changed in this order: `repetition_penalty` divides positive and multiplies
     negative ones of tokens in the prompt or the output so far; `presence_penalty` is taken from those of tokens in the
@@ -37,6 +37,7 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -88,7 +88,8 @@ class Job:
     def __post_init__(self) -> None:
         self.n = self.request.n or 1
         stop = self.request.stop_strings
-        self.texts = [TextStream(self.service.tokenizer, stop) for _ in range(len(self.prompts) * self.n)]
+        least = self.sampling.min_tokens
+        self.texts = [TextStream(self.service.tokenizer, stop, least) for _ in range(len(self.prompts) * self.n)]
         self.prompt_tokens = sum(map(len, self.prompts))
         self.cached_tokens = 0
         self.output_tokens = 0

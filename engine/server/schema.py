@@ -18,7 +18,6 @@ MAX_BIASES = 1024
 # Fields that clients send although they ask for nothing: accepted with these values (and null), refused with others.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "min_tokens": (0,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -29,6 +28,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "add_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
 
 
@@ -75,15 +81,19 @@ class GenerationRequest(_Strict):
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # For the caller's own records; they have no effect at OpenAI either.
     user: str | None = None
     metadata: dict[str, Any] | None = None
 
-    min_tokens: Any = None
     service_tier: Any = None
     skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
 
     @field_validator(*NEUTRAL, mode="after", check_fields=False)
     @classmethod
@@ -123,6 +133,7 @@ class CompletionRequest(GenerationRequest):
 
     best_of: Any = None
     suffix: Any = None
+    add_special_tokens: Any = None
 
     @model_validator(mode="after")
     def _output_or_echo(self) -> CompletionRequest:
@@ -187,6 +198,8 @@ class ChatRequest(GenerationRequest):
     response_format: Any = None
     modalities: Any = None
     store: Any = None
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> ChatRequest:

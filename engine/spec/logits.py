@@ -43,6 +43,18 @@ def adjust(logits: Tensor, tokens: np.ndarray, parent: np.ndarray, request: Requ
         row[bias_ids] += bias
 
 
+def forbid_ends(logits: Tensor, depth: np.ndarray, request: Request, said: int) -> None:
+    """Put the request's end tokens out of reach where its output would be too short, in place.
+
+    Args:
+        logits: of its tree, float32 [n, V].
+        depth: int64 [n], of the nodes.
+        said: tokens of its output up to the root.
+    """
+    early = np.flatnonzero(said + depth < request.sampling.min_tokens)
+    logits[torch.from_numpy(early).unsqueeze(1), torch.tensor(sorted(request.stop_ids))] = float("-inf")
+
+
 def logprobs(logits: Tensor, ids: Sequence[int], top: int) -> list[TokenLogprob]:
     """Of each row of logits [n, V]: the log-probability of its token in `ids` (-1 for none), and the `top` largest."""
     found = []

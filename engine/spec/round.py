@@ -27,7 +27,7 @@ from engine.ops.sampling import KEEP_STREAM, REST_STREAM, coins
 from engine.request import Request
 from engine.spec.accept import Accepted, accept, ancestor_mask
 from engine.spec.base import Asked, Drafter, DraftTree, Seen
-from engine.spec.logits import adjust, logprobs
+from engine.spec.logits import adjust, forbid_ends, logprobs
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Work:
     """A request's share of a round: tokens of its prompt, or one decode step.
 
     Attributes:
-        request: of which a round reads only what never changes while it runs (id, row, seed, sampling).
+        request: of which a round reads only what never changes while it runs (id, row, seed, sampling, end tokens).
         prompt: tokens to run, the first at position `first`; empty for a decode step.
         following: the prompt token after these; None when the round chooses the next token.
         steps: draft depth, 0 while a prompt is run.
@@ -122,7 +122,7 @@ class SpecRound:
                 logits = logits.cpu()  # what else may be asked of them is written for the host
             prompt_logprobs = _report_prompts(work, logits[len(tree.tokens) :])
             logits = logits[: len(tree.tokens)]
-            raw = _adjust(work, tree, logits)
+            raw = _adjust(work, tree, asked.lengths, logits)
             chosen = self._agreed(work, tree, asked.lengths, logits)
             accepted = accept(tree, chosen)
             if not tree.chain:
@@ -331,7 +331,9 @@ class SpecRound:
 def _greedy(work: Sequence[Work]) -> bool:
     """Whether all that is wanted of the logits is where they are largest."""
     sampling = [w.request.sampling for w in work if w.following is None]
-    plain = all(s.temperature == 0 and not s.changes_logits and s.logprobs is None for s in sampling)
+    plain = all(
+        s.temperature == 0 and not s.changes_logits and not s.min_tokens and s.logprobs is None for s in sampling
+    )
     return plain and not any(w.report for w in work)
 
 
@@ -358,15 +360,22 @@ def _report_prompts(work: Sequence[Work], logits: Tensor) -> dict[int, list[Toke
     return found
 
 
-def _adjust(work: Sequence[Work], tree: DraftTree, logits: Tensor) -> dict[int, Tensor]:
-    """Apply penalties and biases in place; the rows as they were, by request, where they will be reported."""
+def _adjust(work: Sequence[Work], tree: DraftTree, lengths: np.ndarray, logits: Tensor) -> dict[int, Tensor]:
+    """Apply penalties, biases and the least length in place; the rows as they were, by request, where they will be
+    reported. `lengths` [B]: where the roots stand."""
     raw = {}
     for b, request in enumerate(w.request for w in work if w.following is None):
+        said = int(lengths[b]) + 1 - request.prompt_len
+        short = said < request.sampling.min_tokens and bool(request.stop_ids)
+        if not (short or request.sampling.changes_logits):
+            continue
+        nodes = slice(int(tree.start[b]), int(tree.start[b + 1]))
+        if request.sampling.logprobs is not None:
+            raw[request.rid] = logits[nodes].clone()
         if request.sampling.changes_logits:
-            first, last = int(tree.start[b]), int(tree.start[b + 1])
-            if request.sampling.logprobs is not None:
-                raw[request.rid] = logits[first:last].clone()
-            adjust(logits[first:last], tree.tokens[first:last], tree.parent[first:last] - first, request)
+            adjust(logits[nodes], tree.tokens[nodes], tree.parent[nodes] - nodes.start, request)
+        if short:
+            forbid_ends(logits[nodes], tree.depth[nodes], request, said)
     return raw
 
 

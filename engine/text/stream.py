@@ -9,19 +9,19 @@ from engine.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """The text of one growing output.
+    """The text of one growing output. Its first space is its own: the output goes on from a prompt.
 
     Held back: bytes that do not yet make a character, and text that may turn out to begin a stop string. The text
     ends before the first stop string to be completed (of several completed by the same character, the longest), so
     the result does not depend on how the tokens were grouped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        """Empty strings in `stop` are not allowed."""
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        """Empty strings in `stop` are not allowed. One that is completed by the first `min_tokens` tokens is none."""
         self._token_bytes = tokenizer.token_bytes
-        self._strip = tokenizer.strips_leading_space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stop = tuple(stop)
+        self._min_tokens = min_tokens
         self._held = ""
         self.stopped = False
         self.tokens = 0
@@ -49,19 +49,17 @@ class TextStream:
         return out + rest
 
     def _text(self, data: bytes, final: bool = False) -> str:
-        text = self._decoder.decode(data, final)
-        if self._strip and text:
-            self._strip = False
-            return text.removeprefix(" ")
-        return text
+        return self._decoder.decode(data, final)
 
     def _until_stop(self, text: str) -> str:
         """Adds `text` to what is held, and lets go of what no stop string can begin in any more."""
         if not text:
             return ""
-        held = self._held + text
-        ends = [(at + len(stop), at) for stop in self._stop if (at := held.find(stop)) >= 0]
-        if ends:
+        before, held = len(self._held), self._held + text
+        # What is held may be a stop string that came too early, and begin a longer one.
+        found = [(held.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stop]
+        ends = [(at + len(stop), at) for at, stop in found if at >= 0]
+        if ends and self.tokens > self._min_tokens:
             self.stopped = True
             self._held = ""
             return held[: min(ends)[1]]

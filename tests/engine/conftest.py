@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,16 @@ def head_file(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A smaller model with the same vocabulary as `tiny_model`."""
     return tiny_llama(tmp_path_factory.mktemp("small"), seed=1, hidden_size=24, num_hidden_layers=1)
+
+
+@pytest.fixture
+def spec_core(make_core: Callable[..., Core], head_file: Path, small_model: Path) -> Callable[..., Core]:
+    """Cores with a draft head and a draft model at hand."""
+
+    def make(spec: SpecConfig, **settings: object) -> Core:
+        return make_core(replace(spec, draft_head=str(head_file), draft_model=str(small_model)), **settings)
+
+    return make
 
 
 def generate(core: Core, prompts: Iterable[Iterable[int]], **sampling: object) -> list[list[int]]:

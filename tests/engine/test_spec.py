@@ -95,16 +95,6 @@ SPECS = {
 }
 
 
-@pytest.fixture
-def spec_core(make_core: Callable[..., Core], head_file: Path, small_model: Path) -> Callable[..., Core]:
-    """Cores with a draft head and a draft model at hand."""
-
-    def make(spec: SpecConfig, **settings: object) -> Core:
-        return make_core(replace(spec, draft_head=str(head_file), draft_model=str(small_model)), **settings)
-
-    return make
-
-
 class Plain:
     """Greedy outputs without speculation, each prompt alone, computed once."""
 

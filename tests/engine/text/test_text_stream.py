@@ -1,5 +1,7 @@
 """However tokens arrive, the pieces join to the decoded text, cut before the first stop string."""
 
+import codecs
+
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -69,6 +71,26 @@ def test_the_token_count_ends_with_the_token_that_completed_the_stop(groups, sto
     assert (stream.tokens, stream.stopped) == (alone.tokens, alone.stopped)
     if not stream.stopped:
         assert stream.tokens == len(ids)
+
+
+@settings(max_examples=300)
+@given(_grouped(), STOPS, st.integers(0, 12))
+def test_a_stop_string_that_comes_too_early_is_none(groups, stops, least):
+    """The text ends where the first token behind the least number of them completes a stop string."""
+    stream = TextStream(TOKENIZER, stops, least)
+    text = "".join(map(stream.feed, groups)) + stream.finish()
+    ids = [one for group in groups for one in group]
+    decoder, known = codecs.getincrementaldecoder("utf-8")("replace"), ""
+    for count, one in enumerate([*ids, None], start=1):
+        spelled = decoder.decode(b"" if one is None else TOKENIZER.token_bytes(one), one is None)
+        for char in spelled:
+            known += char
+            completed = [stop for stop in stops if known.endswith(stop)]
+            if completed and min(count, len(ids)) > least:
+                assert text == known[: len(known) - max(map(len, completed))]
+                assert stream.stopped
+                return
+    assert (text, stream.stopped) == (known, False)
 
 
 @given(st.text(min_size=1))
