@@ -47,7 +47,15 @@ def test_a_template_that_is_not_jinja_is_told_before_serving(copied: Path, start
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ messages[7].content }}", "{{ 1 // 0 }}", "{{ messages[0].content.nope() }}", None]
+    "template",
+    [
+        "{{ messages[7].content }}",
+        "{{ 1 // 0 }}",
+        "{{ messages[0].content.nope() }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ 'a' * 10**13 }}",
+        None,
+    ],
 )
 def test_a_template_that_raises_refuses_the_request_alone(copied: Path, start: Start, template: str | None) -> None:
     settings = json.loads((copied / "tokenizer_config.json").read_text())

@@ -1,6 +1,9 @@
+import time
+
 import pytest
 
 from engine.errors import TemplateError, TokenizerError
+from engine.text import chat_template
 from engine.text.chat_template import ChatTemplate
 
 HI = [{"role": "user", "content": "<hi> ö"}]
@@ -43,3 +46,36 @@ def test_templates_cannot_leave_the_sandbox(source):
 def test_a_template_with_a_syntax_error_is_refused_when_the_model_is_loaded():
     with pytest.raises(TokenizerError, match="line 2"):
         ChatTemplate("\n{% if %}", {})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(9999) %}{% for b in 'xyz' * 9 %}{% for c in range(9999) %}{% endfor %}" + "{% endfor %}" * 2,
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% for a in [[1]] recursive %}{{ loop([a, a]) }}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ 'a' * 10**13 }}",
+    ],
+)
+def test_a_template_that_does_not_end_is_stopped(source, monkeypatch):
+    monkeypatch.setattr(chat_template, "RENDER_S", 0.3)
+    began = time.monotonic()
+    with pytest.raises(TemplateError, match="refused the messages"):
+        _render(source)
+    assert time.monotonic() - began < 3
+
+
+def test_watched_loops_know_where_they_are():
+    source = (
+        "{% for m in [1, 2, 3] if m > 1 %}{{ loop.index }}/{{ loop.length }}{{ loop.last }} {% else %}-{% endfor %}"
+    )
+    assert _render(source) == "1/2False 2/2True "
+    assert _render("{% for m in nothing %}{% else %}none{% endfor %}") == "none"
+    assert _render("{% for a, b in [[1, 2]] %}{{ loop.first }}{{ a + b }}{% endfor %}") == "True3"
+
+
+def test_a_template_too_deep_to_compile_is_refused():
+    with pytest.raises(TokenizerError, match="chat template"):
+        ChatTemplate("{% if a %}" * 3000 + "{% endif %}" * 3000, {})
