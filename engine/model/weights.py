@@ -156,6 +156,8 @@ def _open_folder(folder: Path) -> Weights:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if outside := [name for name in names if Path(name).name != name]:
+                raise ValueError(f"'{outside[0]}' is no name of a file beside it")
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelBroken(f"{index}: not a readable index of shards: {error!r}") from error
     else:

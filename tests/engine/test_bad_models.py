@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from engine.errors import EngineError, ModelBroken, ModelNotFound
 from engine.model.llama import Llama
@@ -21,13 +22,14 @@ from engine.ops.reference import ReferenceOps
 from engine.text.tokenizer import load_tokenizer
 from tests.engine.test_architectures import random_model, write_gguf
 from tests.engine.test_export_hf import add_vocabulary
+from tests.engine.text.test_sentencepiece import describe as add_sentencepiece
 
 
-@pytest.fixture(scope="module")
-def good_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[add_vocabulary, add_sentencepiece], ids=["byte-level", "sentencepiece"])
+def good_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good")
     random_model(folder / "hf", "Llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32, head_dim=8)
-    write_gguf(folder / "hf", folder / "m.gguf", more=add_vocabulary)
+    write_gguf(folder / "hf", folder / "m.gguf", more=request.param)
     return folder / "m.gguf"
 
 
@@ -98,6 +100,28 @@ def no_layers(folder: Path) -> None:
     broken_config(folder, json.dumps(config))
 
 
+def other_shapes(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    broken_config(folder, json.dumps({**config, "intermediate_size": 97}))
+
+
+def index(weight_map: object) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return spoil
+
+
+def a_tensor_less(folder: Path) -> None:
+    """The index names a tensor that its shard has not."""
+    tensors = load_file(folder / "model.safetensors")
+    gone = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    names = dict.fromkeys([*tensors, "model.layers.0.mlp.up_proj.weight"], "model.safetensors")
+    index(names)(folder)
+    assert gone is not None
+
+
 def odd_shapes(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     broken_config(folder, json.dumps({**config, "num_key_value_heads": 3}))
@@ -112,6 +136,14 @@ def odd_shapes(folder: Path) -> None:
         (no_layers, "num_hidden_layers"),
         (odd_shapes, "num_key_value_heads"),
         (cut_weights, "model.safetensors"),
+        (other_shapes, r"'model.layers.0.mlp.gate_proj.weight' has shape"),
+        (a_tensor_less, r"'model.layers.0.mlp.up_proj.weight' is missing"),
+        (index({"a": "model-00001-of-00002.safetensors"}), "missing model-00001-of-00002.safetensors"),
+        (index({"a": 5}), "index.json"),
+        (index({"a": None}), "index.json"),
+        (index([]), "index.json"),
+        (index({}), "missing"),
+        (index({"a": "../../../../etc/passwd"}), r"index\.json: .*passwd"),
     ],
 )
 def test_a_broken_folder_is_named(tmp_path: Path, spoil: Callable[[Path], None], named: str) -> None:
