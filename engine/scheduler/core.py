@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,7 +60,7 @@ class Scheduler:
         self._limbo: list[int] = []  # rows of ended requests that the round in flight still uses
         self._max_running, self._prefill_tokens = max_running, prefill_tokens
         self._seed = seed
-        self._waiting: deque[Request] = deque()
+        self._waiting: OrderedDict[int, Request] = OrderedDict()
         self._running: dict[int, Request] = {}
         self.alarm = AcceptanceAlarm()
         self.preemptions = 0
@@ -108,7 +108,8 @@ class Scheduler:
             )
         seed = sampling.seed if sampling.seed is not None else hash((self._seed, message.rid))
         stop_ids = frozenset(() if sampling.ignore_eos else sampling.stop_token_ids)
-        self._waiting.append(Request(message.rid, prompt, len(prompt), sampling, seed % 2**64, stop_ids))
+        request = Request(message.rid, prompt, len(prompt), sampling, seed % 2**64, stop_ids)
+        self._waiting[message.rid] = request
         return None
 
     def abort(self, rid: int) -> None:
@@ -116,8 +117,7 @@ class Scheduler:
         request = self._running.pop(rid, None)
         if request is not None:
             self._release(request)
-            return
-        self._waiting = deque(r for r in self._waiting if r.rid != rid)
+        self._waiting.pop(rid, None)
 
     def step(self) -> tuple[TokenUpdate, ...]:
         """Plan and run one round; what was emitted, with overlap by the round before it."""
@@ -174,7 +174,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_running and self._pages.rows_free:
-            request = self._waiting[0]
+            request = next(iter(self._waiting.values()))
             # Log-probabilities need every position to be run.
             shared = [] if request.unreported else self._prefix.match(request.tokens)
             need = -(-(len(request.tokens) + 1) // self._pages.page_size) - len(shared)
@@ -182,7 +182,7 @@ class Scheduler:
             # One page in hand for each running request, or it would be preempted again at once.
             if self._running and need + len(self._running) > available:
                 return
-            self._waiting.popleft()
+            del self._waiting[request.rid]
             request.row = self._pages.open_row()
             request.cached = self._prefix.attach(request.row, request.tokens, shared)
             if not request.preemptions:
@@ -276,7 +276,8 @@ class Scheduler:
         self._release(request)
         request.cached, request.row, request.ahead, request.decoding = 0, -1, 0, False
         request.preemptions += 1
-        self._waiting.appendleft(request)
+        self._waiting[request.rid] = request
+        self._waiting.move_to_end(request.rid, last=False)
 
     def _commit(self, flight: _Flight) -> tuple[TokenUpdate, ...]:
         result = flight.ticket.wait()

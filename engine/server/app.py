@@ -55,12 +55,13 @@ def build_app(service: Service) -> Starlette:
         exception_handlers={HTTPException: _http_error},
     )
     app.state.service = service
+    app.router.redirect_slashes = False
     return app
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {request.scope['path']}: {error.detail}"  # its URL would parse the Host header
     return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
 
 
@@ -78,7 +79,7 @@ class _Edge:
         self._app = app
         self._service = service
         key = service.config.api_key
-        self._authorization = f"Bearer {key}".encode() if key else None
+        self._key = key.encode() if key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -137,10 +138,11 @@ class _Edge:
             )
 
     def _check_key(self, scope: Scope) -> None:
-        if self._authorization is None or scope["path"] in _OPEN:
+        if self._key is None or scope["path"] in _OPEN:
             return
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if not hmac.compare_digest(given, self._authorization):
+        scheme, _, key = given.strip().partition(b" ")
+        if not hmac.compare_digest(key, self._key) or scheme.lower() != b"bearer":
             raise RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
 
 

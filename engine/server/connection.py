@@ -4,6 +4,7 @@
 |---|---|
 | `MAX_HEAD_BYTES` of request line and headers | 431, closed |
 | `HEAD_S` from the connection, or from the first byte of a further request, to the end of its headers | 408, closed |
+| `HEAD_S` from the response to the end of a body that it did not wait for | closed |
 | less than `STALL_BYTES` taken in `STALL_S` while 64 KiB or more wait | aborted, its generation with it |
 | more connections than there are file descriptors for | 503 with Retry-After, closed |
 
@@ -55,6 +56,7 @@ class Connection(HttpToolsProtocol):
         self._head_open = True
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._rest_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -94,9 +96,16 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Called by the parser."""
+        self._cancel_rest_timer()
         self._head_open, self._head_bytes = True, 0
         if not self.transport.is_closing():
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Called when a response has been written. What is left of its request's body is read, but not for ever."""
+        super().on_response_complete()
+        if not self._head_open and self.cycle.response_complete and not self.transport.is_closing():
+            self._rest_timer = self.loop.call_later(self.head_s, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         """Called for what is not HTTP."""
@@ -118,12 +127,18 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the event loop."""
         self._cancel_head_timer()
+        self._cancel_rest_timer()
         super().connection_lost(exc)  # calls resume_writing
 
     def _cancel_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _cancel_rest_timer(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
 
     def _head_too_slow(self) -> None:
         self._head_timer = None
@@ -151,7 +166,12 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: int, message: str, more_headers: str = "") -> None:
         """Answer without the application, where no answer has begun, and close."""
         self._cancel_head_timer()
-        if self.cycle is None or self.cycle.response_complete:
+        cycle = self.cycle
+        reading = cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline
+        if reading:  # its body is at fault: this is its answer
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if cycle is None or cycle.response_complete or reading:
             body = json.dumps(error_body(status, message)).encode()
             head = (
                 f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -18,7 +17,7 @@ async def reconfigure(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request)
     try:
-        changes = json.loads(body or b"{}")
+        changes = from_json(body or b"{}", allow_inf_nan=False)
     except ValueError as error:
         raise RequestError(400, f"the body is not JSON: {error}") from error
     if not isinstance(changes, dict):

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 MODEL_WORKER = "engine.worker:main"
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FAREWELL_S = 2.0
 """After draining, or after a failure, clients have this long to take their error."""
 
@@ -83,7 +84,7 @@ class _Server:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._unhandled)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         self._model = ModelProcess(self._config, self._worker, lambda message: self._client.receive(message))
         self._metrics = Metrics()
@@ -103,6 +104,9 @@ class _Server:
                 await self._serve(self._model.ready.result(), tokenizer.result())
         finally:
             await self._take_down()
+            for number in _SIGNALS:  # one more, while Python ends, would change the exit status
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)
         return self._report()
 
     @property

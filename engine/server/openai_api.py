@@ -34,10 +34,9 @@ async def completions(request: Request) -> Response:
     if len(body.prompts) * n > MAX_PROMPTS:
         message = f"n: {n} choices for {len(body.prompts)} prompts are {len(body.prompts) * n}; at most {MAX_PROMPTS}"
         raise RequestError(400, message, "n", "invalid_value")
-    prompts = [
-        await _encode(service, prompt, True) if isinstance(prompt, str) else _checked_ids(service, prompt)
-        for prompt in body.prompts
-    ]
+    texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+    given = [_checked_ids(service, prompt) for prompt in body.prompts if not isinstance(prompt, str)]
+    prompts = given or await _encode(service, texts, True)  # they are all of one kind
     if not prompts or not all(prompts):
         raise RequestError(400, "prompt: must not be empty", "prompt", "invalid_value")
     wanted = body.max_tokens if body.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
@@ -59,10 +58,12 @@ async def chat_completions(request: Request) -> Response:
     body = parse(ChatRequest, await read_body(request))
     _check_model(service, body.model)
     try:
-        text = service.tokenizer.render_chat([message.for_template() for message in body.messages])
+        # Beside the event loop: templates are the model's, and may take long.
+        messages = [message.for_template() for message in body.messages]
+        text = await asyncio.to_thread(service.tokenizer.render_chat, messages)
     except TemplateError as error:
         raise RequestError(400, f"messages: {error}", "messages", "invalid_value") from error
-    prompt = await _encode(service, text, False)
+    (prompt,) = await _encode(service, [text], False)
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         message = "max_tokens: differs from max_completion_tokens; give one of them"
         raise RequestError(400, message, "max_tokens", "invalid_value")
@@ -109,11 +110,15 @@ def _check_model(service: Service, name: str | None) -> None:
         raise RequestError(404, message, "model", "model_not_found")
 
 
-async def _encode(service: Service, text: str, add_special: bool) -> list[int]:
+async def _encode(service: Service, texts: list[str], add_special: bool) -> list[list[int]]:
     """Long texts are encoded beside the event loop, so that other streams go on meanwhile."""
-    if len(text) <= _INLINE_CHARACTERS:
-        return service.tokenizer.encode(text, add_special)
-    return await asyncio.to_thread(service.tokenizer.encode, text, add_special)
+
+    def encode() -> list[list[int]]:
+        return [service.tokenizer.encode(text, add_special) for text in texts]
+
+    if sum(map(len, texts)) <= _INLINE_CHARACTERS:
+        return encode()
+    return await asyncio.to_thread(encode)
 
 
 def _checked_ids(service: Service, ids: list[int]) -> list[int]:
@@ -133,6 +138,14 @@ def _check_length(service: Service, prompt: int, output: int, prompt_field: str,
     raise RequestError(400, message, field, "context_length_exceeded")
 
 
+def _least(body: GenerationRequest, most: int) -> int:
+    least = body.min_tokens or 0
+    if least > most:
+        message = f"min_tokens: {least} is more than the {most} tokens that the output may have"
+        raise RequestError(400, message, "min_tokens", "invalid_value")
+    return least
+
+
 def _biases(service: Service, body: GenerationRequest) -> tuple[tuple[int, float], ...]:
     biases = {int(token): value for token, value in (body.logit_bias or {}).items()}
     if biases and max(biases) >= service.vocab_size:
@@ -150,6 +163,7 @@ def _sampling(service: Service, body: CompletionRequest | ChatRequest, max_token
         seed=body.seed,
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=service.tokenizer.stop_token_ids,
+        min_tokens=_least(body, max_tokens),
         min_p=body.min_p or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,

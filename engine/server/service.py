@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
+from engine.server.body import Unread
 from engine.server.client import EngineClient
 from engine.server.metrics import Metrics
 from engine.text.tokenizer import Tokenizer
@@ -25,6 +26,7 @@ class Service:
         created: when serving began, in seconds since 1970.
         on_bug: told of an exception in a handler that no request can be blamed for; it ends the server.
         reconfiguring: held while settings change.
+        unread: what of request bodies is being received.
     """
 
     config: EngineConfig
@@ -38,3 +40,4 @@ class Service:
     created: int
     on_bug: Callable[[BaseException], None]
     reconfiguring: asyncio.Lock = field(default_factory=asyncio.Lock)
+    unread: Unread = field(default_factory=Unread)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from engine import __version__
 from engine.errors import EngineError
 from engine.ipc.messages import SamplingParams
-from engine.server.body import BODY_S, MAX_BODY_BYTES
+from engine.server.body import BODY_S, MAX_BODY_BYTES, MAX_UNREAD_BYTES
 from engine.server.client import Watch
 from engine.server.connection import HEAD_S, MAX_HEAD_BYTES, STALL_S, Connection
 from engine.server.errors import RequestError
@@ -78,6 +78,7 @@ async def server_info(request: Request) -> Response:
         raise RequestError(503, message, code="no_answer") from error
     limits = {
         "max_body_bytes": MAX_BODY_BYTES,
+        "max_unread_bytes": MAX_UNREAD_BYTES,
         "max_head_bytes": MAX_HEAD_BYTES,
         "max_connections": Connection.most,
         "max_choices": MAX_PROMPTS,

@@ -59,7 +59,16 @@ BAD = [
     (C, {"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias"),
     (C, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     (C, {"prompt": "a", "min_p": 1.1}, "min_p"),
-    (C, {"prompt": "a", "min_tokens": 3}, "min_tokens"),
+    (C, {"prompt": "a", "min_tokens": 17}, "min_tokens"),
+    (C, {"prompt": "a", "min_tokens": 4, "max_tokens": 3}, "min_tokens"),
+    (C, {"prompt": "a", "min_tokens": -1}, "min_tokens"),
+    (C, {"prompt": "a", "min_tokens": 2.0}, "min_tokens"),
+    (C, {"prompt": "a", "stop_token_ids": [5]}, "stop_token_ids"),
+    (C, {"prompt": "a", "include_stop_str_in_output": True}, "include_stop_str_in_output"),
+    (C, {"prompt": "a", "length_penalty": 0.5}, "length_penalty"),
+    (C, {"prompt": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    (C, {"prompt": "a", "guided_json": {}}, "guided_json"),
+    (C, {"prompt": "a", "logits_processors": []}, "logits_processors"),
     (C, {"prompt": "a", "max_tokenz": 5}, "max_tokenz"),
     (C, {"prompt": "a", "messages": HI}, "messages"),
     (C, {"prompt": "a", "user": 5}, "user"),
@@ -86,6 +95,10 @@ BAD = [
     (CHAT, {"messages": HI, "max_tokens": 0}, "max_tokens"),
     (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
     (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"messages": HI, "min_tokens": 10**30}, "min_tokens"),
+    (CHAT, {"messages": HI, "continue_final_message": True}, "continue_final_message"),
+    (CHAT, {"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
+    (CHAT, {"messages": HI, "reasoning_effort": "low"}, "reasoning_effort"),
     (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
 ]
 
@@ -141,7 +154,9 @@ def test_unknown_paths_and_methods_get_the_same_form(http):
 
 def test_fields_that_ask_for_nothing_are_accepted(http):
     body = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logprobs": None, "logit_bias": {}, "user": "me",
-            "stop": None, "seed": 7, "top_k": -1, "metadata": {"a": "b"}, "max_tokens": 3, "model": None}  # fmt: skip
+            "stop": None, "seed": 7, "top_k": -1, "metadata": {"a": "b"}, "max_tokens": 3, "model": None,
+            "min_tokens": 0, "length_penalty": 1.0, "use_beam_search": False, "skip_special_tokens": True,
+            "include_stop_str_in_output": False, "spaces_between_special_tokens": True}  # fmt: skip
     assert (
         http.post(C, json={**body, "prompt": "ab", "echo": False, "best_of": 1}).json()["usage"]["completion_tokens"]
         == 3

@@ -165,6 +165,27 @@ def test_thousands_at_once_are_all_answered(start: Start, requests: int, kept: i
     assert is_well(server)
 
 
+def test_large_bodies_that_come_at_once_are_refused_beyond_a_size_of_all(start: Start) -> None:
+    server = start(limits={"MAX_UNREAD_BYTES": 300_000, "BODY_S": 1.0})
+    clients = [connect(server) for _ in range(4)]
+    try:
+        for client in clients[:2]:
+            client.sendall(HEAD % 200_000 + b"\r\n" + b" " * 140_000)
+        time.sleep(0.2)
+        clients[2].sendall(HEAD % 200_000 + b"\r\n" + b" " * 140_000)
+        refused = clients[2].recv(65536)
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: " in refused
+        assert is_well(server)
+        assert all(b"408 " in client.recv(65536) for client in clients[:2])
+        padded = b" " * 200_000 + BODY
+        clients[3].sendall(HEAD % len(padded) + b"\r\n" + padded)
+        assert clients[3].recv(65536).startswith(b"HTTP/1.1 200 ")
+    finally:
+        for client in clients:
+            client.close()
+
+
 def test_request_ids_are_kept_or_made_and_logged(start: Start) -> None:
     server = start(log_format="json")
     url = server.wait_for(r'listening on (http[^ "]+)')[1] + "/v1/completions"

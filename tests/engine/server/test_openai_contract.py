@@ -105,6 +105,26 @@ def test_stop_string_across_tokens_cuts_text_and_usage(client, stream):
     assert usage.completion_tokens == len("hello world hel")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_neither_end_tokens_nor_stop_strings_count_before_min_tokens(client, stream):
+    def asked(least, **given):
+        given = {"model": "toy", "max_tokens": 60, "extra_body": {"min_tokens": least}, **given}
+        if stream:
+            options = {"include_usage": True}
+            *chunks, last = client.completions.create(**given, stream=True, stream_options=options)
+            text = "".join(chunk.choices[0].text for chunk in chunks)
+            return text, chunks[-1].choices[0].finish_reason, last.usage.completion_tokens
+        answer = client.completions.create(**given)
+        return answer.choices[0].text, answer.choices[0].finish_reason, answer.usage.completion_tokens
+
+    assert asked(0, prompt="hello world ", stop=["lo w"]) == ("hel", "stop", 7)
+    assert asked(6, prompt="hello world ", stop=["lo w"]) == ("hel", "stop", 7)
+    assert asked(7, prompt="hello world ", stop=["lo w"]) == ("hello world hel", "stop", 19)
+    assert asked(60, prompt="hello world ", stop=["lo w"]) == ("hello world " * 5, "length", 60)
+    assert asked(3, prompt="abc<|im_end|>") == ("abc", "stop", 4)
+    assert asked(4, prompt="abc<|im_end|>") == ("abcabc", "stop", 8)
+
+
 def test_several_prompts_give_several_choices(client):
     answer = client.completions.create(model="toy", prompt=["ab", "xyz"], max_tokens=6)
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "ababab"), (1, "xyzxyz")]

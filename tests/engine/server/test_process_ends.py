@@ -217,3 +217,47 @@ def test_after_sigterm_what_runs_is_finished_within_the_time_given(start):
         thread.join(25)
     assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [1000] * 3
     assert server.end() == 0
+
+
+def test_a_second_signal_ends_at_once_what_the_first_let_run(start):
+    server = start(drain_s=60.0, context_length=500_000, kv_tokens=500_000)
+    streams = _in_flight(server)
+    server.process.terminate()
+    server.wait_for("draining")
+    time.sleep(0.3)
+    with pytest.raises(httpx.ConnectError):  # nothing is accepted any more
+        httpx.get(f"{server.url}/health", timeout=1)
+    began = time.monotonic()
+    server.process.terminate()
+    for stream in streams:
+        assert "shutting down" in stream.result()[1]
+    assert server.end() == 0
+    assert time.monotonic() - began < 10
+    assert _gone(server.model_pid())
+
+
+def test_a_signal_while_settings_change_ends_both(start):
+    server = start(drain_s=0.5)
+    url, answers = server.url, []
+    change = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{url}/reconfigure", json={"slow": 60}, timeout=20))
+    )
+    change.start()
+    time.sleep(0.3)
+    server.process.terminate()
+    change.join(15)
+    assert answers[0].status_code == 503
+    assert "shutting down" in answers[0].json()["error"]["message"]
+    assert server.end() == 0
+    assert _gone(server.model_pid())
+
+
+@pytest.mark.parametrize("signals", [1, 2, 5])
+def test_signals_during_the_start_end_it(start, signals):
+    server = start("never_ready")
+    server.wait_for("loads")
+    for _ in range(signals):
+        server.process.terminate()
+        time.sleep(0.01)
+    assert server.end() == 0
+    assert _gone(server.model_pid())

@@ -1,6 +1,6 @@
 """`toy_serve.py WORKER SETTINGS`: a real server process around a function of `toy_worker`; settings are JSON.
 
-The setting `limits` shortens the times of `Connection` and `BODY_S`, and the number of `files`.
+The setting `limits` shortens the limits of `Connection` and of bodies, and the number of `files`.
 """
 
 import json
@@ -19,7 +19,7 @@ if __name__ == "__main__":
         if name == "files":
             resource.setrlimit(resource.RLIMIT_NOFILE, (value, value))
         else:
-            setattr(body if name == "BODY_S" else Connection, name, value)
+            setattr(body if name.isupper() else Connection, name, value)
     configure_logging("info", settings.get("log_format", "text"))
     sys.exit(
         serve(EngineConfig(**{**settings, "spec": SpecConfig(**settings.get("spec", {}))}), f"toy_worker:{sys.argv[1]}")

@@ -5,6 +5,7 @@ The log-probability of token t is -t / 100; the likeliest tokens are always the 
 Special tokens in a prompt make it misbehave; what they do stands beside them. Its vocabulary is one token per byte.
 """
 
+import math
 import os
 import signal
 import time
@@ -96,6 +97,8 @@ def main(config: EngineConfig, connection: Connection) -> int:
 def _reconfigured(changes: dict) -> dict:
     if "bad" in changes:
         return {"refused": "bad: is bad"}
+    if refused := [f"{name}: {value!r}" for name, value in changes.items() if value in (math.inf, -math.inf)]:
+        return {"refused": "; ".join(refused)}
     time.sleep(changes.get("slow", 0))
     return {"applied": changes, "effective": changes, "epoch": 1}
 
@@ -104,7 +107,8 @@ def _next(request: Submit, done: int, most: int) -> tuple[list[int], str | None]
     tokens = []
     for position in range(done, min(done + most, request.sampling.max_tokens)):
         tokens.append(request.prompt_ids[position % len(request.prompt_ids)])
-        if tokens[-1] in request.sampling.stop_token_ids and not request.sampling.ignore_eos:
+        may_end = position >= request.sampling.min_tokens and not request.sampling.ignore_eos
+        if may_end and tokens[-1] in request.sampling.stop_token_ids:
             return tokens, "stop"
     return tokens, "length" if done + len(tokens) == request.sampling.max_tokens else None
 
