@@ -33,6 +33,8 @@ class Accepted:
 def accept(tree: DraftTree, chosen: np.ndarray) -> Accepted:
     """Accepted drafts, given the target's token at each node (int64 [N]). No Python loop over requests."""
     requests = len(tree.start) - 1
+    if len(tree.tokens) == requests:  # no drafts
+        return Accepted(np.ones(requests, dtype=np.int64), tree.start[:-1, None])
     owner = np.repeat(np.arange(requests), np.diff(tree.start))
     deepest = int(tree.depth.max(initial=0))
     path = np.full((requests, deepest + 1), -1, dtype=np.int64)

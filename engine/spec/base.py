@@ -173,6 +173,14 @@ def roots_and_chains(roots: Sequence[int] | np.ndarray, drafts: Sequence[Sequenc
     return _chains(tokens, start)
 
 
+def only_roots(roots: np.ndarray) -> DraftTree:
+    """Trees without drafts."""
+    count = len(roots)
+    return DraftTree(
+        roots, np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64), np.arange(count + 1), chain=True
+    )
+
+
 class ChainBuilder:
     """Drafts chains for B requests step by step, each chosen or, where a temperature asks for it, sampled."""
 

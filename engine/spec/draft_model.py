@@ -26,8 +26,8 @@ from engine.spec.base import (
     Seen,
     Surroundings,
     joined,
+    only_roots,
     register,
-    roots_and_chains,
 )
 
 
@@ -71,7 +71,7 @@ class DraftModelDrafter:
         """See `Drafter.propose`."""
         wanting = asked.steps > 0
         if not wanting.any():
-            return roots_and_chains(asked.roots, [()] * len(asked.rids))
+            return only_roots(asked.roots)
         some = asked if wanting.all() else asked.subset(np.flatnonzero(wanting))
         builder, token = ChainBuilder(self._model.ops, some), some.roots
         each, start = np.arange(len(some.rids)), np.arange(len(some.rids) + 1)
@@ -84,7 +84,7 @@ class DraftModelDrafter:
         self._drafted[some.rows] = deepest
         if wanting.all():
             return builder.tree()
-        return joined(roots_and_chains(asked.roots, [()] * len(asked.rids)), builder.tree(), wanting)
+        return joined(only_roots(asked.roots), builder.tree(), wanting)
 
     def observe(self, seen: Seen) -> None:
         """See `Drafter.observe`. Runs the committed tokens that drafting has not run already."""

@@ -28,8 +28,8 @@ from engine.spec.base import (
     Seen,
     Surroundings,
     joined,
+    only_roots,
     register,
-    roots_and_chains,
 )
 from engine.spec.tree import Candidates
 
@@ -73,13 +73,13 @@ class Eagle3Drafter:
         """See `Drafter.propose`."""
         wanting = asked.steps > 0
         if not wanting.any():
-            return roots_and_chains(asked.roots, [()] * len(asked.rids))
+            return only_roots(asked.roots)
         some = asked if wanting.all() else asked.subset(np.flatnonzero(wanting))
         with torch.inference_mode():
             tree = self._chains(some) if asked.shape.topk == 1 else self._trees(some)
         if wanting.all():
             return tree
-        return joined(roots_and_chains(asked.roots, [()] * len(asked.rids)), tree, wanting)
+        return joined(only_roots(asked.roots), tree, wanting)
 
     def observe(self, seen: Seen) -> None:
         """See `Drafter.observe`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.config import DRAFTERS
-from engine.spec.base import Asked, Check, DraftTree, Seen, Surroundings, register, roots_and_chains
+from engine.spec.base import Asked, Check, DraftTree, Seen, Surroundings, only_roots, register
 
 
 @register("none")
@@ -28,7 +28,7 @@ class NullDrafter:
 
     def propose(self, asked: Asked) -> DraftTree:
         """See `Drafter.propose`."""
-        return roots_and_chains(asked.roots, [()] * len(asked.rids))
+        return only_roots(asked.roots)
 
     def observe(self, seen: Seen) -> None:
         """See `Drafter.observe`."""

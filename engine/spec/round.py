@@ -320,6 +320,8 @@ class SpecRound:
         )
 
     def _count(self, steps: np.ndarray, sizes: np.ndarray, lengths: np.ndarray) -> None:
+        if not steps.any():
+            return
         stats, speculated = self.stats, steps > 0
         accepted = lengths[speculated] - 1
         stats.verify_steps += len(accepted)
