@@ -48,6 +48,7 @@ def recommendation(data: StudyData) -> Recommendation:
         f"limit {guard.ttft_p90_ms:g} ms."
         for (candidate, level), ms in sorted(slow.items())
     ]
+    notes += _baseline_too_slow(data)
     notes += quality_notes(data)
     notes += [each.sentence for each in place_differences(data)]
     notes += _objective_notes(data)
@@ -131,6 +132,25 @@ def _too_slow_to_answer(data: StudyData) -> dict[tuple[str, int], float]:
         if pair.role == "confirm" and p90 is not None:
             seen.setdefault((pair.candidate_id, pair.concurrency), []).append(p90)
     return {key: median(values) for key, values in seen.items() if median(values) > limit}
+
+
+def _baseline_too_slow(data: StudyData) -> list[str]:
+    """What the user should know where plain decoding breaks the guard too: no candidate has to."""
+    limit = data.space.objective.guard.ttft_p90_ms
+    if limit is None:
+        return []
+    seen: dict[int, list[float]] = {}
+    for stored in data.blocks.values():
+        p90 = stored.block.ttft_ms.p90
+        if stored.candidate_id == data.baseline.id and stored.block.valid and p90 is not None:
+            seen.setdefault(stored.block.concurrency, []).append(p90)
+    return [
+        f"The baseline itself breaks the guard at concurrency {level}: p90 of the time to the first token "
+        f"{median(values):.0f} ms, limit {limit:g} ms. If no candidate keeps it either, raise ttft_p90_ms or leave "
+        f"that load out."
+        for level, values in sorted(seen.items())
+        if median(values) > limit
+    ]
 
 
 def verdicts_of(found: Recommendation) -> list[Verdict]:
