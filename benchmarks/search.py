@@ -43,6 +43,7 @@ from tuner.search.evidence import Evidence, Measurement
 from tuner.search.guide import Costs, Goal, Guide, pays
 from tuner.space import Space, parse_space
 from tuner.space.space import visible
+from tuner.study.policy import Policy
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -50,7 +51,11 @@ BLOCK_S = 45.0
 LAUNCH_S = (10.0, 600.0)
 BLOCK_SD, LAUNCH_SD = 0.012, 0.006
 PATIENCE = 2
-"""Suggestions in a row that are not expected to pay, after which ours ends."""
+"""Suggestions in a row that are not expected to pay, after which ours ends: a study asks twice in its own way."""
+FEWEST = Policy().fewest
+"""Candidates that work, before which a study does not end by what its model expects."""
+FINALISTS, PAIRS = 2, 4
+"""What a study launches again at its end, against its baseline as often: only these can then be chosen."""
 
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
@@ -189,7 +194,8 @@ class Bench:
         self.measured: list[Measurement] = []
         self.up: tuple[Any, ...] | None = None
         self._effect = 0.0
-        self.choose: Callable[[], str] = self.best_measured
+        self._held: str | None = None
+        """What is chosen while it is being confirmed."""
 
     def visit(self, candidate: Candidate) -> float | None:
         """The measured value; None where it crashed."""
@@ -227,11 +233,30 @@ class Bench:
     def _mean(self, candidate: str) -> list[float]:
         return [statistics.fmean(map(math.log, at)) for at in zip(*self.seen[candidate], strict=True)]
 
-    def best_measured(self) -> str:
-        return max(self.seen, key=self.value, default=self.table.baseline.id)
+    @property
+    def working(self) -> int:
+        """Candidates that were measured, without the baseline."""
+        return len(self.seen.keys() - {self.table.baseline.id})
+
+    def confirm(self, pairs: int, most: int) -> None:
+        """Launches the best again, and the baseline as often, on servers of their own; these figures alone decide."""
+        base = self.table.baseline
+        best = sorted(self.seen.keys() - {base.id}, key=self.value, reverse=True)[:most]
+        self._held = self._choice()
+        self.seen.clear()
+        self.values.clear()
+        for _ in range(pairs):
+            for one in (base, *(self.table.candidates[i] for i in best)):
+                self.up = None
+                self.visit(one)
+        self._held = None
+        self.visits[-1] = replace(self.visits[-1], incumbent=self._chosen())
+
+    def _choice(self) -> str:
+        return self._held or max(self.seen, key=self.value, default=self.table.baseline.id)
 
     def _chosen(self) -> float:
-        return self.table.value[self.choose()] or 0.0 if self.seen else 0.0
+        return self.table.value[self._choice()] or 0.0
 
 
 Strategy = Callable[[Bench, int, int, Costs], None]
@@ -239,7 +264,7 @@ Strategy = Callable[[Bench, int, int, Costs], None]
 
 
 def ours(bench: Bench, seed: int, most: int, costs: Costs) -> None:
-    """The tuner's own: the model, asked for what promises most a second."""
+    """The tuner's own: the model, asked for what promises most a second; then the finalists are confirmed."""
     space = bench.table.space
     goal = Goal(space.workload.weights)
     guide = _guide(bench.table)
@@ -250,10 +275,11 @@ def ours(bench: Bench, seed: int, most: int, costs: Costs) -> None:
         now = Costs(costs.launch_s, costs.blocks_s, costs.hot, running)
         found = guide.suggest(Evidence(tuple(bench.measured), tuple(bench.failed)), tried, goal, now)
         if found is None:
-            return
-        idle = 0 if pays(found) else idle + 1
+            break
+        idle = 0 if pays(found) or bench.working < FEWEST else idle + 1
         tried.add(found.candidate.id)
         bench.visit(found.candidate)
+    bench.confirm(PAIRS, FINALISTS)
 
 
 _guides: dict[str, Guide] = {}
@@ -420,7 +446,7 @@ def summary(table: Table, runs: Sequence[Run], launch_s: float, hot: bool) -> di
             str(regret): spread([run.time_to(regret, launch_s, hot) / 3600 for run in runs]) for regret in (0.01, 0.02)
         },
         "launches_to_2_percent": spread([run.launches_to(0.02, hot) for run in runs]),
-        "candidates_tried": spread([len(run.visits) - 1 for run in runs]),
+        "candidates_tried": spread([len({visit.candidate for visit in run.visits}) - 1 for run in runs]),
         "invalid_launches": spread([run.invalid(10_000) for run in runs]),
         "repeated_crashes": spread([run.repeated_crashes() for run in runs]),
         "seeds": len(runs),

@@ -173,6 +173,9 @@ class Guide:
         chance = chance * self._fast_first_token(evidence, some, goal)
         seconds = np.array([costs.of(self.candidates[i].settings) for i in some])
         pick = int(np.argmax(gain * chance / seconds))
+        if gain[pick] < NEARLY:
+            # Not even if it works: then what does work and is known least, which is where the model may be wrong.
+            pick = int(np.argmax(np.minimum(sd, 1.0) * chance * works[some] / seconds))
         index = some[pick]
         return Suggestion(
             self.candidates[index],

@@ -229,6 +229,33 @@ def test_nothing_to_gain_is_said() -> None:
     assert chosen.suggest(Evidence(tuple(blocks)), {c.id for c in CANDIDATES} | {SPACE.baseline.id}, GOAL) is None
 
 
+def test_where_nothing_promises_anything_the_search_looks_at_what_works() -> None:
+    """A search that may not end yet spends its launches on what can teach it, not on what crashes."""
+
+    def slower(settings: Mapping[str, Any], level: int) -> float:
+        return 100.0 * level / (1 + 0.5 * shape_at(settings, level).depth)
+
+    def bad(one: Candidate) -> bool:
+        return one.settings.get("allreduce") == "nccl_tree" or one.settings.get("topk", 1) > 1
+
+    draw, chosen = random.Random(1), guide()
+    blocks, tried = measured(SPACE.baseline, slower, draw), [SPACE.baseline]
+    failed: list[Candidate] = []
+    late: list[bool] = []
+    for _ in range(24):
+        found = chosen.suggest(Evidence(tuple(blocks), tuple(failed)), {c.id for c in tried}, GOAL)
+        assert found is not None
+        tried.append(found.candidate)
+        if not pays(found):
+            late.append(bad(found.candidate))
+        if bad(found.candidate):
+            failed.append(found.candidate)
+        else:
+            blocks += measured(found.candidate, slower, draw)
+    assert len(late) > 10
+    assert sum(late) <= 3
+
+
 TOY = [
     {"speculation": "eagle3", "num_steps": steps, "topk": topk, "num_draft_tokens": rows}
     for steps in range(1, 8)
