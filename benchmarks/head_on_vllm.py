@@ -1,9 +1,9 @@
-"""The draft head that ships, served by vLLM (as `engine export-head` writes it) and by ours: is its acceptance the same?
+"""The draft head that ships, served by vLLM (from `engine export-head`) and by ours: is its acceptance the same?
 
     python -m benchmarks.head_on_vllm --vllm VENV/bin/vllm --target HF_FOLDER --output FILE
 
-Both serve the same weights in bfloat16 (the folder is what `engine export-hf` writes) and answer the same held-out prompts
-greedily, one at a time. Tokens a verify step come from each server's own counters.
+Both serve the same weights in bfloat16 (the folder is what `engine export-hf` writes) and answer the same held-out
+prompts greedily, one at a time. Tokens a verify step come from each server's own counters.
 """
 
 from __future__ import annotations
