@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT: dict[str, dict[str, set[str]]] = {
     "tuner": {
         "plain": set(),
-        "records": {"plain"},
+        "records": {"plain", "secrets"},
         "errors": {"records"},
         "files": set(),
         "secrets": set(),

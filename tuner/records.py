@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from tuner.plain import plain
+from tuner.secrets import redacted
 
 SAID, SHOWN = 4000, 60_000
 """Characters of a message, and of evidence."""
@@ -127,7 +128,7 @@ class Failure:
     `kind` is one of the failure classes (`startup_crash`, `oom_under_load`, …; docs/failures.md lists them).
     `phase` is one of start, ready, smoke, readback, bench, stop. `blame` says whom it is held against. `stage` is what
     a server that was not ready yet last said it was doing ("loading weights"), where its log rules know. What a server
-    has written into message and evidence is made fit for a terminal, and cut where it is too long.
+    has written into message and evidence is made fit for a terminal, rid of secrets, and cut where it is too long.
     """
 
     kind: str
@@ -140,8 +141,8 @@ class Failure:
     stage: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "message", plain(self.message, SAID))
-        object.__setattr__(self, "evidence", plain(self.evidence.replace("\r\n", "\n"), SHOWN))
+        object.__setattr__(self, "message", redacted(plain(self.message, SAID)))
+        object.__setattr__(self, "evidence", redacted(plain(self.evidence.replace("\r\n", "\n"), SHOWN)))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from sqlalchemy.exc import StatementError
 
 from tests.tuner.study.toy_study import SPACE, ToyMachine, block, controller, space, study
 from tuner.errors import UsageError
-from tuner.records import Verdict
+from tuner.records import Failure, Verdict
 from tuner.study.data import Slot
 from tuner.study.database import LOCK_TIMEOUT_S, finite, open_database
 from tuner.study.names import check_name
@@ -61,6 +61,17 @@ def test_what_a_server_says_of_itself_is_kept_without_its_secrets(tmp_path):
     kept = store.data().launches[0].effective
     assert kept["steps"] == 3
     assert "A=1" in kept["env"]
+    assert b"swordfish" not in b"".join(file.read_bytes() for file in tmp_path.rglob("study.db*"))
+
+
+def test_why_a_launch_failed_is_kept_without_secrets(tmp_path):
+    store = study(tmp_path)
+    launch = store.begin_launch(Slot(store.data().baseline.id, "screen", 0))
+    said = "Namespace(port=1, api_key='swordfish')\nGET https://me:swordfish@hub/x failed: HF_TOKEN=swordfish"
+    store.launch_failed(launch, Failure("startup_crash", "start", "died: --api-key swordfish", evidence=said))
+    kept = store.data().launches[0].failure
+    assert kept.message.startswith("died: --api-key")
+    assert "Namespace(port=1" in kept.evidence
     assert b"swordfish" not in b"".join(file.read_bytes() for file in tmp_path.rglob("study.db*"))
 
 
