@@ -196,6 +196,8 @@ class Scheduler:
     def _launch(self) -> _Flight | None:
         """The next round, launched; None when there is nothing to run, or a round in flight must land first."""
         self._admit()
+        if not self._running:
+            return None  # all have ended, and the gate is not to take nobody for a small batch
         shape = self.gate.shape(len(self._running))
         work = self._plan(shape)
         if not work:
