@@ -16,12 +16,13 @@ class DraftLimits:
 
 
 MOST_STEPS = 8
+MOST_TOPK = 8
 DRAFTERS = {
     "none": DraftLimits(max_depth=0, max_topk=1),
     "ngram": DraftLimits(max_depth=MOST_STEPS, max_topk=1),
-    "eagle3": DraftLimits(max_depth=MOST_STEPS, max_topk=8),
+    "eagle3": DraftLimits(max_depth=MOST_STEPS, max_topk=MOST_TOPK),
     "draft_model": DraftLimits(max_depth=MOST_STEPS, max_topk=1),
-    "hybrid": DraftLimits(max_depth=MOST_STEPS, max_topk=8),
+    "hybrid": DraftLimits(max_depth=MOST_STEPS, max_topk=MOST_TOPK),
 }
 SPECULATION = tuple(DRAFTERS)
 MOST_DRAFT_TOKENS = 64
@@ -206,7 +207,8 @@ class SpecConfig:
         if not 1 <= self.num_steps <= limits.max_depth:
             found.append(f"num_steps: {self.num_steps} is outside 1 to {limits.max_depth}")
         if not 1 <= self.topk <= limits.max_topk:
-            why = f"the drafter '{self.speculation}' only chains (topk 1)" if limits.max_topk == 1 else "valid: 1 to 8"
+            chains = f"the drafter '{self.speculation}' only chains (topk 1)"
+            why = chains if limits.max_topk == 1 else f"valid: 1 to {limits.max_topk}"
             return [*found, f"topk: {self.topk} is not valid; {why}"]
         most = min(MOST_DRAFT_TOKENS, tree_capacity(self.num_steps, self.topk))
         if self.topk == 1 and self.num_draft_tokens != self.num_steps + 1:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.config import MOST_TOPK
 from engine.errors import ModelBroken
 from engine.model.eagle3 import HeadShape
 from engine.model.llama import Llama
@@ -83,6 +84,7 @@ def read_head(file: Path) -> HeadFile:
         raise ModelBroken(f"draft_head: cannot read '{file}': {error}") from error
     try:
         shape, about = HeadShape.from_dict(json.loads(header["shape"])), json.loads(header["about"])
+        _sound(shape, about)
         weights = {name: tensors[name] for name in shape.parameters() if name != "lm_head"}
         weights["lm_head"] = tensors["lm_head.int8"].float() * tensors["lm_head.scale"].unsqueeze(-1)
         hot = tensors["hot_ids"].long()
@@ -91,9 +93,33 @@ def read_head(file: Path) -> HeadFile:
     for name, size in shape.parameters().items():
         if tuple(weights[name].shape) != size:
             raise ModelBroken(f"draft_head: '{file}': {name} is {list(weights[name].shape)}, not {list(size)}")
-    if len(hot) != shape.draft_vocab:
-        raise ModelBroken(f"draft_head: '{file}' maps {len(hot)} draft tokens, not {shape.draft_vocab}")
+        if not weights[name].isfinite().all():
+            raise ModelBroken(f"draft_head: '{file}': {name} holds what is no number")
+    if hot.shape != (shape.draft_vocab,):
+        raise ModelBroken(f"draft_head: '{file}' maps {list(hot.shape)} draft tokens, not {shape.draft_vocab}")
+    if len(hot.unique()) != len(hot):
+        raise ModelBroken(f"draft_head: '{file}' maps two draft tokens to the same token")
     return HeadFile(shape, weights, hot, about)
+
+
+def _sound(shape: HeadShape, about: Any) -> None:
+    """Raises ValueError for a header that no head has, whatever its target."""
+    sizes = ("hidden", "q_heads", "kv_heads", "head_dim", "intermediate", "draft_vocab")
+    whole = [getattr(shape, name) for name in sizes]
+    if any(type(value) is not int or value < 1 for value in whole) or any(type(n) is not int for n in shape.layers):
+        raise ValueError(f"sizes are no whole numbers: {shape}")
+    if shape.q_heads % shape.kv_heads or shape.head_dim % 2 or shape.draft_vocab < MOST_TOPK:
+        raise ValueError(f"sizes do not fit each other: {shape}")
+    if len(shape.layers) != 3 or not isinstance(shape.rope_theta, int | float) or shape.rope_theta <= 0:
+        raise ValueError(f"three layers and a rope_theta above 0 are wanted: {shape}")
+    if not isinstance(about, dict):
+        raise ValueError("'about' is no object")
+    check = about.get("check")
+    if check is None:
+        return
+    prompt, reached = check["prompt"], check["accept_length"]
+    if not prompt or any(type(token) is not int for token in prompt) or not isinstance(reached, int | float):
+        raise ValueError("'check' is no prompt with the length that is accepted there")
 
 
 def _check(file: Path, head: HeadFile, target: Llama, target_name: str) -> None:
@@ -107,7 +133,9 @@ def _check(file: Path, head: HeadFile, target: Llama, target_name: str) -> None:
             f"draft_head: '{file}' reads layers {list(shape.layers)}; '{target_name}' has 0 to "
             f"{target.config.layers - 1}"
         )
-    if int(hot.min()) < 0 or int(hot.max()) >= target.config.vocab:
+    prompt = (about.get("check") or {}).get("prompt", [])
+    ids = [int(hot.min()), int(hot.max()), *prompt]
+    if min(ids) < 0 or max(ids) >= target.config.vocab:
         raise ModelBroken(f"draft_head: '{file}' names token ids that the target ({target.config.vocab}) does not have")
     if about.get("target_fingerprint") != fingerprint(target):
         raise ModelBroken(
