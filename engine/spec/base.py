@@ -4,8 +4,8 @@ A tree is ragged: request b owns nodes `start[b]` … `start[b+1] - 1`, its root
 root is the request's bonus token, emitted but not yet in the cache; a request without a proposal has only its root,
 which makes "no speculation" an ordinary round.
 
-A new drafter is one file in this folder: a class with `register`, listed in `_MODULES`. The conformance tests run over
-every registered one.
+A new drafter is one file in this folder, named as its line in `engine.config.DRAFTERS`: a class with `register`. The
+conformance tests run over every registered one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import DraftLimits, DraftShape, SpecConfig
+from engine.config import DRAFTERS, DraftLimits, DraftShape, SpecConfig
 from engine.memory.pool import Pages
 from engine.model.llama import Llama
 from engine.ops.base import Ops
@@ -114,6 +114,7 @@ class Seen:
         following: int64 [T], the token after each; a request's last one may be its new bonus token.
         features: [T, F], outputs of the target's layers that the drafter reads; F is 0 for one that reads none.
         emitted: what each request has emitted, empty while its prompt is being run.
+        speculating: whether the round drafted at all; while none does, a drafter's own cache may wait.
     """
 
     rids: Sequence[int]
@@ -124,6 +125,7 @@ class Seen:
     following: np.ndarray
     features: Tensor
     emitted: Sequence[Sequence[int]]
+    speculating: bool
 
 
 class Drafter(Protocol):
@@ -199,7 +201,7 @@ class ChainBuilder:
             scaled = logits[torch.from_numpy(some)].cpu().double() / torch.from_numpy(
                 asked.temperature[some]
             ).unsqueeze(1)
-            q = scaled.softmax(-1).nan_to_num(1.0)
+            q = scaled.softmax(-1).nan_to_num(1.0 / scaled.shape[1])  # of a NaN nothing follows: any token
             position = (asked.lengths[some] + 1 + len(self._drafts)).astype(np.uint64)
             ids[some] = inverse(q, torch.from_numpy(coins(asked.seeds[some] ^ DRAFT_STREAM, position))).numpy()
             self._q.append(q)
@@ -286,7 +288,6 @@ class Surroundings:
 
 
 _FACTORIES: dict[str, Callable[[Surroundings], Drafter]] = {}
-_MODULES = ("none", "ngram", "eagle3", "draft_model", "hybrid")
 
 
 def register(name: str) -> Callable[[Callable[[Surroundings], Drafter]], Callable[[Surroundings], Drafter]]:
@@ -319,5 +320,5 @@ def registered() -> tuple[str, ...]:
 
 
 def _load() -> None:
-    for module in _MODULES:
-        importlib.import_module(f"engine.spec.{module}")
+    for name in DRAFTERS:
+        importlib.import_module(f"engine.spec.{name}")

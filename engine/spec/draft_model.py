@@ -29,6 +29,7 @@ from engine.spec.base import (
     only_roots,
     register,
 )
+from engine.spec.late import Entries, LateEntries
 
 
 @register("draft_model")
@@ -61,15 +62,19 @@ class DraftModelDrafter:
         weights.close()
         self._pages = surroundings.pages
         self._pool = self._model.new_pool(self._pages.total, self._pages.page_size)
+        self._late = LateEntries(self._pages)
         self._drafted = np.zeros(surroundings.requests, dtype=np.int64)  # entries that the last `propose` wrote
 
     def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
         """See `Drafter.add`."""
+        self._late.begin(row)
         self._drafted[row] = 0
 
     def propose(self, asked: Asked) -> DraftTree:
         """See `Drafter.propose`."""
         wanting = asked.steps > 0
+        if wanting.any():
+            wanting[wanting] = self._late.catch_up(asked.rows[wanting], asked.lengths[wanting], self._make)
         if not wanting.any():
             return only_roots(asked.roots)
         some = asked if wanting.all() else asked.subset(np.flatnonzero(wanting))
@@ -88,21 +93,18 @@ class DraftModelDrafter:
 
     def observe(self, seen: Seen) -> None:
         """See `Drafter.observe`. Runs the committed tokens that drafting has not run already."""
-        counts = np.diff(seen.start)
-        known = np.minimum(self._drafted[seen.rows], counts)
+        made = Entries(seen.rows, seen.first, seen.start, seen.tokens, seen.features)
+        made = self._late.keep(made, seen.speculating)
+        left = made.without(np.minimum(self._drafted[made.rows], made.counts))
         self._drafted[seen.rows] = 0
-        left = counts - known
-        some = np.flatnonzero(left)
-        if not len(some):
-            return
-        owner = np.repeat(np.arange(len(some)), left[some])
-        start = np.concatenate(([0], np.cumsum(left[some])))
-        local = np.arange(start[-1]) - start[owner] + known[some][owner]
-        first = seen.first[some] + known[some]
-        tokens = seen.tokens[seen.start[:-1][some][owner] + local]
-        view = self._view(
-            seen.rows[some], owner, tokens, seen.first[some][owner] + local, first, start, np.empty(0, dtype=np.int64)
-        )
+        if len(left.rows):
+            self._make(left)
+
+    def _make(self, entries: Entries) -> None:
+        """Run tokens for their keys and values alone."""
+        nothing = np.empty(0, dtype=np.int64)
+        rows, positions = entries.rows, entries.positions
+        view = self._view(rows, entries.owner, entries.tokens, positions, entries.first, entries.start, nothing)
         with torch.inference_mode():
             self._model.hidden(view, self._pool)
 

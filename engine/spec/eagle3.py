@@ -31,6 +31,7 @@ from engine.spec.base import (
     only_roots,
     register,
 )
+from engine.spec.late import Entries, LateEntries
 from engine.spec.tree import Candidates
 
 
@@ -64,14 +65,18 @@ class Eagle3Drafter:
         self.features: tuple[int, ...] = loaded.shape.layers
         self._ops = target.ops
         self._pool = self._head.new_pool(self._pages.total, self._pages.page_size)
+        self._late = LateEntries(self._pages)
         self._hidden = torch.zeros(surroundings.requests, loaded.shape.hidden, dtype=target.dtype, device=target.device)
 
     def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
-        """See `Drafter.add`. What it needs comes with the first `observe`."""
+        """See `Drafter.add`. What else it needs comes with the first `observe`."""
+        self._late.begin(row)
 
     def propose(self, asked: Asked) -> DraftTree:
         """See `Drafter.propose`."""
         wanting = asked.steps > 0
+        if wanting.any():
+            wanting[wanting] = self._late.catch_up(asked.rows[wanting], asked.lengths[wanting], self._make)
         if not wanting.any():
             return only_roots(asked.roots)
         some = asked if wanting.all() else asked.subset(np.flatnonzero(wanting))
@@ -83,13 +88,19 @@ class Eagle3Drafter:
 
     def observe(self, seen: Seen) -> None:
         """See `Drafter.observe`."""
-        owner = np.repeat(np.arange(len(seen.rids)), np.diff(seen.start))
-        positions = seen.first[owner] + np.arange(len(owner)) - seen.start[owner]
-        view = self._view(seen.rows, owner, seen.following, positions, seen.first, seen.start)
+        made = Entries(seen.rows, seen.first, seen.start, seen.following, seen.features)
+        made = self._late.keep(made, seen.speculating)
+        if len(made.rows):
+            self._make(made)
+
+    def _make(self, entries: Entries) -> None:
+        """Write entries from true features; the last of each request is what its next drafts begin with."""
+        rows, positions = entries.rows, entries.positions
+        view = self._view(rows, entries.owner, entries.tokens, positions, entries.first, entries.start)
         with torch.inference_mode():
-            hidden = self._head.extend(seen.features, view, self._pool)
-            rows = torch.from_numpy(seen.rows).to(hidden.device)
-            self._hidden.index_copy_(0, rows, rows_of(hidden, seen.start[1:] - 1))
+            hidden = self._head.extend(entries.features, view, self._pool)
+            at = torch.from_numpy(rows).to(hidden.device)
+            self._hidden.index_copy_(0, at, rows_of(hidden, entries.start[1:] - 1))
 
     def release(self, rid: int) -> None:
         """See `Drafter.release`. A row's state is overwritten by its next owner."""

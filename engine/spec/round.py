@@ -26,7 +26,7 @@ from engine.ops.rejection import keep_or_sample, probabilities
 from engine.ops.sampling import KEEP_STREAM, REST_STREAM, coins
 from engine.request import Request
 from engine.spec.accept import Accepted, accept, ancestor_mask
-from engine.spec.base import Asked, Drafter, DraftTree, Seen
+from engine.spec.base import Asked, Drafter, DraftTree, Seen, roots_and_chains
 from engine.spec.logits import adjust, forbid_ends, logprobs
 
 
@@ -94,6 +94,26 @@ class _Layout:
     nodes: np.ndarray  # [N] rows of the nodes
 
 
+@dataclass(frozen=True)
+class _Verified:
+    """What the target says of B requests' trees of N nodes in T rows."""
+
+    layout: _Layout
+    features: Tensor  # [T, F]
+    logits: Tensor  # [N, V], adjusted
+    raw: dict[int, Tensor]  # by request: its logits before that, where they will be reported
+    prompt_logprobs: dict[int, list[TokenLogprob]]
+    chosen: np.ndarray  # int64 [N], -1 for a NaN
+    accepted: Accepted
+    taken: np.ndarray  # int64 [B, longest], the tokens chosen along each accepted path
+    forward_s: float
+
+    @property
+    def broken(self) -> bool:
+        """Whether a token that would be emitted is a NaN."""
+        return bool((self.taken[self.accepted.path >= 0] < 0).any())
+
+
 class SpecRound:
     """Runs rounds for one model and one drafter."""
 
@@ -109,44 +129,54 @@ class SpecRound:
         """Run it. With penalties, `request.tokens` must hold all that earlier rounds emitted."""
         began = time.perf_counter()
         with torch.inference_mode():
-            asked, layout = self._ask(work, shape)
+            asked, known = self._ask(work, shape)
             tree = self.drafter.propose(asked)
             drafted = time.perf_counter()
-            layout = self._lay_out(layout, work, tree)
-            view = self._view(work, layout, asked, tree)
-            planned = time.perf_counter()
-            hidden, features = self.hidden(view, self._pool, self.drafter.features)
-            logits = self._model.logits(rows_of(hidden, view.logit_rows))
-            forwarded = time.perf_counter()
-            if not _greedy(work):
-                logits = logits.cpu()  # what else may be asked of them is written for the host
-            prompt_logprobs = _report_prompts(work, logits[len(tree.tokens) :])
-            logits = logits[: len(tree.tokens)]
-            raw = _adjust(work, tree, asked.lengths, logits)
-            chosen = self._agreed(work, tree, asked.lengths, logits)
-            accepted = accept(tree, chosen)
+            verified = self._verify(work, known, asked, tree)
+            if len(tree.tokens) > len(asked.rids) and verified.broken:
+                # A draft may have spoilt what was computed beside it: nothing times NaN is NaN. By itself it counts.
+                tree = roots_and_chains(asked.roots, [()] * len(asked.rids))
+                verified = self._verify(work, known, asked, tree)
+            accepted, taken = verified.accepted, verified.taken
             if not tree.chain:
                 self._compact(asked, tree, accepted.path)
-            taken = chosen[np.maximum(accepted.path, 0)]
             lengths = accepted.length.tolist()
             emitted = [line[:n] for line, n in zip(taken.tolist(), lengths, strict=True)]
-            told = _report(work, tree, accepted, emitted, logits, raw)
+            told = _report(work, tree, accepted, emitted, verified.logits, verified.raw)
             self._length[asked.rows] = asked.lengths + accepted.length
             self._bonus[asked.rows] = np.maximum(taken[np.arange(len(lengths)), accepted.length - 1], 0)
             observing = time.perf_counter()
             if self.drafter.observes:
-                self.drafter.observe(self._seen(work, layout, accepted, chosen, features, emitted))
+                self.drafter.observe(self._seen(work, verified, emitted, shape))
         ended = time.perf_counter()
         stats = self.stats
         stats.rounds += 1
-        stats.rows += len(view.tokens)
+        stats.rows += len(verified.layout.tokens)
         stats.prompt += sum(len(w.prompt) for w in work)
         stats.draft_s += drafted - began
-        stats.forward_s += forwarded - planned
+        stats.forward_s += verified.forward_s
         stats.extend_s += ended - observing
-        stats.other_s += planned - drafted + observing - forwarded
+        stats.other_s += observing - drafted - verified.forward_s
         self._count(asked.steps, np.diff(tree.start), accepted.length)
-        return RoundResult(dict(zip(asked.rids, emitted, strict=True)), told, prompt_logprobs)
+        return RoundResult(dict(zip(asked.rids, emitted, strict=True)), told, verified.prompt_logprobs)
+
+    def _verify(self, work: Sequence[Work], known: _Layout, asked: Asked, tree: DraftTree) -> _Verified:
+        """Run the rows through the target and walk the trees along the tokens that it chooses."""
+        layout = self._lay_out(known, work, tree)
+        view = self._view(work, layout, asked, tree)
+        began = time.perf_counter()
+        hidden, features = self.hidden(view, self._pool, self.drafter.features)
+        logits = self._model.logits(rows_of(hidden, view.logit_rows))
+        forward_s = time.perf_counter() - began
+        if not _greedy(work):
+            logits = logits.cpu()  # what else may be asked of them is written for the host
+        prompt_logprobs = _report_prompts(work, logits[len(tree.tokens) :])
+        logits = logits[: len(tree.tokens)]
+        raw = _adjust(work, tree, asked.lengths, logits)
+        chosen = self._agreed(work, tree, asked.lengths, logits)
+        accepted = accept(tree, chosen)
+        taken = chosen[np.maximum(accepted.path, 0)]
+        return _Verified(layout, features, logits, raw, prompt_logprobs, chosen, accepted, taken, forward_s)
 
     def _ask(self, work: Sequence[Work], shape: DraftShape) -> tuple[Asked, _Layout]:
         """Who wants drafts, and the part of the layout that is known without them."""
@@ -283,15 +313,10 @@ class SpecRound:
         self._pool.move(torch.from_numpy(source), torch.from_numpy(target))
 
     def _seen(
-        self,
-        work: Sequence[Work],
-        layout: _Layout,
-        accepted: Accepted,
-        chosen: np.ndarray,
-        features: Tensor,
-        emitted: Sequence[Sequence[int]],
+        self, work: Sequence[Work], verified: _Verified, emitted: Sequence[Sequence[int]], shape: DraftShape
     ) -> Seen:
         """The committed rows of every request: its prompt's, then its accepted path's."""
+        layout, accepted, chosen, features = verified.layout, verified.accepted, verified.chosen, verified.features
         counts = layout.prompts.copy()
         counts[layout.ending] += accepted.length
         start = np.concatenate(([0], np.cumsum(counts)))
@@ -317,6 +342,7 @@ class SpecRound:
             following=following,
             features=rows_of(features, index) if self.drafter.features else features,
             emitted=[next(lines) if w.following is None else () for w in work],
+            speculating=shape.num_steps > 0,
         )
 
     def _count(self, steps: np.ndarray, sizes: np.ndarray, lengths: np.ndarray) -> None:
