@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from scipy.stats import chi2, chisquare
 
 from engine.build import Core
-from engine.config import SpecConfig
+from engine.config import DraftShape, SpecConfig
 from engine.ipc.messages import SamplingParams, Submit
 from engine.ops.base import causal_view
+from engine.ops.reference import ReferenceOps
 from engine.ops.rejection import keep_or_sample, probabilities
-from engine.ops.sampling import coins, distribution, inverse
+from engine.ops.sampling import KEEP_STREAM, REST_STREAM, coins, distribution, inverse
+from engine.spec.base import Asked, ChainBuilder
 from tests.engine.conftest import VOCAB, generate
 from tests.engine.test_spec import prompts
 
@@ -58,6 +60,22 @@ def test_kept_or_sampled_the_distribution_is_the_targets(reduced: bool, top_p: f
     wide[torch.arange(vocab) if hot is None else hot] = q
     kept = float((got == drafts).mean())
     assert kept >= float(torch.minimum(p, wide).sum()) - 0.01, "a draft is kept as often as can be"
+
+
+def test_drafts_from_nan_leave_the_targets_distribution() -> None:
+    """A head that computes NaN drafts any of its tokens alike; what is kept or sampled is distributed as before."""
+    n, vocab, hot = 100_000, 12, torch.tensor([0, 2, 3, 5, 7, 8, 11])
+    p = distribution(torch.randn(vocab, generator=torch.Generator().manual_seed(6)), 1.0)
+    seeds, zeros = np.arange(n, dtype=np.uint64), np.zeros(n, dtype=np.int64)
+    asked = Asked(range(n), zeros, zeros, zeros, zeros + 1, DraftShape(1, 1, 2), np.ones(n), seeds)
+    builder = ChainBuilder(ReferenceOps(), asked, hot)
+    builder.add(torch.full((n, 7), float("nan")))
+    tree = builder.tree()
+    (proposal,) = tree.proposals
+    at = np.ones(n, dtype=np.uint64)
+    keep, rest = (coins(seeds ^ stream, at) for stream in (KEEP_STREAM, REST_STREAM))
+    got = keep_or_sample(p.expand(n, -1).contiguous(), proposal.q, hot, tree.tokens[proposal.nodes], keep, rest)
+    assert chisquare(np.bincount(got, minlength=vocab), (p * n).numpy()).pvalue > 1e-4
 
 
 @pytest.mark.parametrize(
