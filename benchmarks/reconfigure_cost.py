@@ -69,7 +69,8 @@ def main() -> None:
         result[f"{before} -> {after}"] = {"changed_over_fresh": middle, "low": low, "high": high}
         print(f"{before:>10} -> {after:16} {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
     if given.output:
-        given.output.write_text(json.dumps(result, indent=1) + "\n")
+        settings = {"streams": given.streams, "pairs": given.pairs, "tokens": given.tokens}
+        given.output.write_text(json.dumps({"settings": settings, "changes": result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
