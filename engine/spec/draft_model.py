@@ -62,7 +62,7 @@ class DraftModelDrafter:
         weights.close()
         self._pages = surroundings.pages
         self._pool = self._model.new_pool(self._pages.total, self._pages.page_size)
-        self._late = LateEntries(self._pages)
+        self._late = LateEntries(self._pages, target.device)
         self._drafted = np.zeros(surroundings.requests, dtype=np.int64)  # entries that the last `propose` wrote
 
     def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:

@@ -65,7 +65,7 @@ class Eagle3Drafter:
         self.features: tuple[int, ...] = loaded.shape.layers
         self._ops = target.ops
         self._pool = self._head.new_pool(self._pages.total, self._pages.page_size)
-        self._late = LateEntries(self._pages)
+        self._late = LateEntries(self._pages, target.device)
         self._hidden = torch.zeros(surroundings.requests, loaded.shape.hidden, dtype=target.dtype, device=target.device)
 
     def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:

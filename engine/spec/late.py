@@ -69,8 +69,9 @@ class Entries:
 class LateEntries:
     """Which slots' entries are late, and what they are to be made of."""
 
-    def __init__(self, pages: Pages) -> None:
-        self._pages = pages
+    def __init__(self, pages: Pages, device: torch.device) -> None:
+        """`device`: of the drafter. Nothing is put off on a GPU, whose memory is the pool's."""
+        self._pages, self._waits = pages, device.type == "cpu"
         slots = pages.total * pages.page_size
         self._late = np.zeros(slots, dtype=bool)
         self._tokens = np.zeros(slots, dtype=np.int64)
@@ -87,6 +88,7 @@ class LateEntries:
         Returns those that are to be made now.
         """
         rows, begin, owner = entries.rows, entries.first, entries.owner
+        speculating |= not self._waits
         now = np.full(len(rows), speculating)
         if speculating:
             for i in np.flatnonzero(self._made[rows] < begin).tolist():

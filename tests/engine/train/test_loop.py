@@ -1,0 +1,100 @@
+"""Training that is killed and started again ends where training that was not ends, with a head that serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.build import Core
+from engine.config import SpecConfig
+from engine.model.eagle3 import HeadShape
+from engine.model.head_file import read_head
+from engine.train.corpus import Conversation
+from engine.train.loop import Bench, Progress, Recipe, Trainer
+from engine.train.target import Teacher, answer
+from engine.worker import warm_up
+from tests.engine.conftest import VOCAB, generate
+from tests.engine.test_spec import prompts
+
+RECIPE = Recipe(tokens=2500, sequences=2, warmup_steps=3, ridge_positions=600, rate=5e-3)
+
+
+class Frame:
+    def prompt(self, user: tuple[int, ...]) -> tuple[int, ...]:
+        return (1, 2, *user, 3)
+
+
+@pytest.fixture
+def trainer_in(make_core: Callable[..., Core]) -> Callable[[Path], tuple[Trainer, list[Conversation]]]:
+    core = make_core()
+    frame, rng = Frame(), np.random.default_rng(3)
+    users = [tuple(rng.integers(1, VOCAB, 5).tolist()) for _ in range(90)]
+    answers = answer(core, [frame.prompt(user) for user in users], 40, (), 0.7, 0)
+    conversations = [Conversation(u, tuple(a), 0.7, "") for u, a in zip(users, answers, strict=True)]
+    config = core.model.config
+    shape = HeadShape(config.hidden, config.q_heads, config.kv_heads, config.head_dim, 64, VOCAB, 10000.0, (0, 1, 2))
+
+    def make(folder: Path) -> tuple[Trainer, list[Conversation]]:
+        folder.mkdir(exist_ok=True)
+        teacher = Teacher(core, shape.layers)
+        held = [(*frame.prompt(c.user), *c.response) for c in conversations[80:]]
+        bench = Bench(teacher.teach(held), [8] * len(held))
+        return Trainer(folder, RECIPE, shape, teacher, frame, np.arange(VOCAB), bench), conversations[:80]
+
+    return make
+
+
+def test_a_killed_training_ends_where_one_that_was_not_ends(
+    trainer_in: Callable[[Path], tuple[Trainer, list[Conversation]]], tmp_path: Path
+) -> None:
+    whole, some = trainer_in(tmp_path / "whole")
+    whole.begin(some)
+    whole.run(some, lambda progress: None, 1e9)
+    killed = 0
+    for _ in range(50):
+        trainer, some = trainer_in(tmp_path / "killed")
+        trainer.begin(some)
+        left = [5]
+
+        def tick(progress: Progress, left: list[int] = left) -> None:
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+
+        try:
+            trainer.run(some, tick, 0.0)
+        except KeyboardInterrupt:
+            killed += 1
+            continue
+        break
+    assert killed >= 5
+    assert trainer.progress.tokens == whole.progress.tokens >= RECIPE.tokens
+    assert trainer.progress.steps == whole.progress.steps
+    for name, weight in whole.averaged.items():
+        torch.testing.assert_close(trainer.averaged[name], weight, atol=1e-4, rtol=1e-3)
+    assert [point["tokens"] for point in trainer.progress.curve][-1] == whole.progress.tokens
+
+
+def test_what_training_makes_is_a_head_that_serves_and_says_where_it_comes_from(
+    trainer_in: Callable[[Path], tuple[Trainer, list[Conversation]]], make_core: Callable[..., Core], tmp_path: Path
+) -> None:
+    trainer, some = trainer_in(tmp_path)
+    trainer.begin(some)
+    before = trainer.evaluate(3).accept_length
+    trainer.run(some, lambda progress: None, 1e9)
+    assert trainer.evaluate(3).accept_length > before
+    file = tmp_path / "head.safetensors"
+    trainer.export(file, "tiny", "made by a test")
+    about = read_head(file).about
+    assert about["licence"] == "Apache-2.0"
+    assert about["corpus"] == "made by a test"
+    assert about["trained_tokens"] == trainer.progress.tokens
+    assert about["curve"][-1]["accept_3"] == round(trainer.evaluate(3).accept_length, 4)
+    core = make_core(SpecConfig("eagle3", 3, 1, 4, draft_head=str(file)))
+    warm_up(core)
+    assert core.info()["paths"]["drafter"]["state"] == "active"
+    assert generate(core, prompts(3)) == generate(make_core(), prompts(3))
