@@ -193,6 +193,24 @@ def test_pages_of_an_ended_request_are_nobodys_until_its_last_round_has_landed(
     assert core.pages.pages_of(request.row) == []
 
 
+@pytest.mark.parametrize("end", ["abort", "stop"])
+def test_the_last_request_may_end_while_a_round_is_in_flight(make_core: Callable[..., Core], end: str) -> None:
+    """Nobody runs then, and a gate that asks for the depth of a batch of none must not fail."""
+    whole = generate(make_core(), prompts(1))[0]
+    core = make_core(replace(NGRAM, spec_version="v2", policy="adaptive"))
+    stop = (whole[10],) if end == "stop" else ()
+    core.scheduler.submit(Submit(1, tuple(prompts(1)[0]), SamplingParams(max_tokens=40, stop_token_ids=stop)))
+    core.scheduler.step()
+    core.scheduler.step()
+    if end == "abort":
+        core.scheduler.abort(1)
+    while core.scheduler.busy:
+        core.scheduler.step()
+    core.scheduler.check()
+    core.scheduler.use_lane(InlineLane())
+    assert generate(core, prompts(1))[0] == whole
+
+
 def test_a_head_says_at_start_whether_it_works_here(
     make_core: Callable[..., Core], head_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
