@@ -283,7 +283,7 @@ class Scheduler:
 
     def _commit(self, flight: _Flight) -> tuple[TokenUpdate, ...]:
         result = flight.ticket.wait()
-        updates, accepted, first, verified, steps = [], 0, 0, 0, 0
+        updates, accepted, verified, steps, telling, right = [], 0, 0, 0, 0, 0
         for w in flight.work:
             request = w.request
             if self._running.get(request.rid) is not request:
@@ -295,11 +295,12 @@ class Scheduler:
             tokens = result.emitted[request.rid]
             request.ahead -= 1 + w.steps
             if w.steps:
-                accepted, first = accepted + len(tokens) - 1, first + (len(tokens) > 1)
-                verified, steps = verified + 1, max(steps, w.steps)
+                accepted, verified, steps = accepted + len(tokens) - 1, verified + 1, max(steps, w.steps)
+                if request.rid not in result.silent:
+                    telling, right = telling + 1, right + (len(tokens) > 1)
             updates.append(self._take(request, tokens, result.logprobs.get(request.rid, ())))
         self.gate.observe(steps, verified, accepted)
-        self.alarm.observe(self._round.drafter, verified, first)
+        self.alarm.observe(self._round.drafter, telling, right)
         return tuple(updates)
 
     def _take(self, request: Request, emitted: list[int], logprobs: Sequence[TokenLogprob]) -> TokenUpdate:

@@ -52,6 +52,7 @@ class DraftTree:
         start: int64 [B + 1].
         chain: whether no node has two children, so that positions are consecutive and the mask is causal.
         proposals: of the drafts that were sampled; only in chains.
+        silent: bool [B], requests whose drafts say nothing about whether the drafter works; None: all tell.
     """
 
     tokens: np.ndarray
@@ -60,6 +61,7 @@ class DraftTree:
     start: np.ndarray
     chain: bool
     proposals: tuple[Proposal, ...] = ()
+    silent: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

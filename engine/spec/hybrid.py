@@ -28,7 +28,8 @@ class HybridDrafter:
         self._first: Drafter = make_drafter(first, surroundings)
         self._second: Drafter = make_drafter(second, surroundings)
         self.features = tuple(dict.fromkeys((*self._first.features, *self._second.features)))
-        self.alarm_floor = min(self._first.alarm_floor, self._second.alarm_floor)
+        floors = (self._first.alarm_floor, self._second.alarm_floor)
+        self.alarm_floor = min((floor for floor in floors if floor), default=0.0)
         self.check = self._second.check
         self.lookahead = max(self._first.lookahead, self._second.lookahead)
 
@@ -41,12 +42,13 @@ class HybridDrafter:
         """See `Drafter.propose`."""
         tree = self._first.propose(asked)
         empty = (np.diff(tree.start) == 1) & (asked.steps > 0)
+        silent = np.where(empty, not self._second.alarm_floor, not self._first.alarm_floor)
         if not empty.any():
-            return tree
+            return replace(tree, silent=silent)
         left = asked.subset(np.flatnonzero(empty))
         most = asked.shape.second_steps
         left = replace(left, steps=np.minimum(left.steps, most), shape=left.shape.limited(most))
-        return joined(tree, self._second.propose(left), empty)
+        return replace(joined(tree, self._second.propose(left), empty), silent=silent)
 
     def observe(self, seen: Seen) -> None:
         """See `Drafter.observe`."""

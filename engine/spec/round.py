@@ -52,11 +52,15 @@ class Work:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """By request id: tokens chosen (-1 stands for a NaN in the logits), and log-probabilities where asked for."""
+    """By request id: tokens chosen (-1 stands for a NaN in the logits), and log-probabilities where asked for.
+
+    `silent`: requests whose drafts say nothing about whether the drafter works.
+    """
 
     emitted: dict[int, list[int]]
     logprobs: dict[int, list[TokenLogprob]]
     prompt_logprobs: dict[int, list[TokenLogprob]]
+    silent: frozenset[int]
 
 
 @dataclass
@@ -158,7 +162,13 @@ class SpecRound:
         stats.extend_s += ended - observing
         stats.other_s += observing - drafted - verified.forward_s
         self._count(asked.steps, np.diff(tree.start), accepted.length)
-        return RoundResult(dict(zip(asked.rids, emitted, strict=True)), told, verified.prompt_logprobs)
+        silent = () if tree.silent is None else np.flatnonzero(tree.silent).tolist()
+        return RoundResult(
+            dict(zip(asked.rids, emitted, strict=True)),
+            told,
+            verified.prompt_logprobs,
+            frozenset(asked.rids[i] for i in silent),
+        )
 
     def _verify(self, work: Sequence[Work], known: _Layout, asked: Asked, tree: DraftTree) -> _Verified:
         """Run the rows through the target and walk the trees along the tokens that it chooses."""

@@ -22,7 +22,7 @@ from engine.model.head_file import read_head, save_head
 from engine.reconfigure import reconfigure
 from engine.scheduler.lane import InlineLane
 from engine.server.metrics import Metrics
-from engine.spec import base
+from engine.spec import alarm, base
 from engine.worker import warm_up
 from tests.engine.conftest import generate
 from tests.engine.test_overlap import LateInlineLane
@@ -227,6 +227,24 @@ def test_a_head_says_at_start_whether_it_works_here(
         assert f"{expected:.2f} expected" in path["detail"]
     assert sum("is this head for this model?" in record.message for record in caplog.records) == 1
     assert core.counters()["engine_generated_tokens_total"] == 0
+
+
+def test_a_hybrid_whose_head_has_collapsed_says_so_whatever_its_lookup_finds(
+    make_core: Callable[..., Core],
+    head_file: Path,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(alarm, "_WINDOW", 60)
+    for second, works in (("eagle3", False), ("draft_model", True)):
+        spec = SpecConfig("hybrid", 2, 1, 3, hybrid=("ngram", second), ngram_min=1, ngram_max=2)
+        core = make_core(replace(spec, draft_head=str(head_file), draft_model=str(tiny_model)))
+        texts = [[*prompt, *prompt] for prompt in prompts(7)]
+        generate(core, texts, max_tokens=60)  # of random weights: the head's drafts are hardly ever right
+        assert core.drafter.alarm_floor > 0
+        assert bool(core.info()["paths"].get("acceptance")) != works
+    assert sum("likely causes" in record.message for record in caplog.records) == 1
 
 
 def test_the_head_that_ships_says_what_it_is() -> None:
