@@ -75,7 +75,10 @@ class LateEntries:
         slots = pages.total * pages.page_size
         self._late = np.zeros(slots, dtype=bool)
         self._tokens = np.zeros(slots, dtype=np.int64)
-        self._features: Tensor | None = None  # [slots, F], once there are late ones; touched where they are
+        # [slots] of all bytes of an entry's features, once some are late; memory is touched where they are. Copied by
+        # numpy, since torch wakes its OpenMP threads for a few rows (see `rows_of`).
+        self._features: np.ndarray | None = None
+        self._like = torch.empty(0, 0)  # features, for their type and width
         self._made = np.zeros(pages.rows, dtype=np.int64)  # of each row so many positions certainly have entries
 
     def begin(self, row: int) -> None:
@@ -101,11 +104,12 @@ class LateEntries:
         if now.all():
             return entries
         self._tokens[slots[put]] = entries.tokens[put]
-        if self._features is None:
-            shape, like = (len(self._late), entries.features.shape[1]), entries.features
-            self._features = torch.empty(shape, dtype=like.dtype, device=like.device)
-        at = torch.from_numpy(slots[put]).to(self._features.device)
-        self._features.index_copy_(0, at, rows_of(entries.features, np.flatnonzero(put)))
+        if entries.features.shape[1]:
+            features = _whole_rows(entries.features)
+            if self._features is None:
+                self._features = np.empty(len(self._late), dtype=features.dtype)
+            self._features[slots[put]] = features[put]
+        self._like = entries.features.new_empty(0, entries.features.shape[1])
         return entries.without(np.where(now, 0, entries.counts))
 
     def catch_up(self, rows: np.ndarray, lengths: np.ndarray, make: Callable[[Entries], None]) -> np.ndarray:
@@ -148,5 +152,17 @@ class LateEntries:
         slots = self._pages.slots(rows[owner], np.arange(start[-1]) - start[owner] + begin[owner])
         self._late[slots] = False
         self._made[rows] = end
-        assert self._features is not None
-        return Entries(rows, begin, start, self._tokens[slots], rows_of(self._features, slots))
+        like = self._like
+        features = like.new_empty(len(slots), 0) if self._features is None else _rows_like(like, self._features[slots])
+        return Entries(rows, begin, start, self._tokens[slots], features)
+
+
+def _whole_rows(x: Tensor) -> np.ndarray:
+    """The memory of x [n, F] as n elements of all bytes of a row."""
+    rows = x.contiguous().view(torch.uint8).numpy()
+    return rows.view(f"V{rows.shape[1]}")[:, 0]
+
+
+def _rows_like(like: Tensor, rows: np.ndarray) -> Tensor:
+    """The inverse of `_whole_rows`, in the type of `like` [0, F]."""
+    return torch.from_numpy(rows.view(np.uint8)).view(like.dtype).view(len(rows), like.shape[1])
