@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.config import MOST_TOPK
 from engine.errors import ModelBroken
 from engine.model.eagle3 import HeadShape
 from engine.model.llama import Llama
@@ -108,7 +107,7 @@ def _sound(shape: HeadShape, about: Any) -> None:
     whole = [getattr(shape, name) for name in sizes]
     if any(type(value) is not int or value < 1 for value in whole) or any(type(n) is not int for n in shape.layers):
         raise ValueError(f"sizes are no whole numbers: {shape}")
-    if shape.q_heads % shape.kv_heads or shape.head_dim % 2 or shape.draft_vocab < MOST_TOPK:
+    if shape.q_heads % shape.kv_heads or shape.head_dim % 2:
         raise ValueError(f"sizes do not fit each other: {shape}")
     if len(shape.layers) != 3 or not isinstance(shape.rope_theta, int | float) or shape.rope_theta <= 0:
         raise ValueError(f"three layers and a rope_theta above 0 are wanted: {shape}")

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import DRAFTERS
-from engine.errors import NothingNamed
+from engine.config import DRAFTERS, MOST_TOPK
+from engine.errors import ModelBroken, NothingNamed
 from engine.model.eagle3 import Eagle3Head
 from engine.model.head_file import fingerprint, load_head
 from engine.ops.base import View, rows_of
@@ -49,6 +49,10 @@ class Eagle3Drafter:
         target, self._pages = surroundings.target, surroundings.pages
         self.file = find_head(surroundings)
         loaded = load_head(self.file, target, surroundings.target_name)
+        if loaded.shape.draft_vocab < MOST_TOPK:
+            raise ModelBroken(
+                f"draft_head: '{self.file}' drafts {loaded.shape.draft_vocab} tokens; at least {MOST_TOPK} are needed"
+            )
         self.about = loaded.about
         told = loaded.about.get("check")
         self.check: Check | None = Check(told["prompt"], told["accept_length"]) if told else None

@@ -319,8 +319,10 @@ def test_nan_from_the_target_fails_that_request_and_no_other(
     core.scheduler.use_lane(InlineLane())
 
 
-def test_a_wrong_branch_that_makes_nan_harms_neither_its_tree_nor_its_request(make_core: Callable[..., Core]) -> None:
-    core = make_core(SpecConfig("ngram", 4, 1, 5))
+def test_a_wrong_branch_that_makes_nan_harms_neither_its_tree_nor_its_request(
+    make_core: Callable[..., Core], head_file: Path
+) -> None:
+    core = make_core(SpecConfig("eagle3", 4, 2, 9, draft_head=str(head_file)))
     asked = [prompt for prompt in prompts(12) if 7 not in prompt]
     expected = generate(make_core(), asked)
     fine = [i for i, text in enumerate(expected) if 7 not in text]
