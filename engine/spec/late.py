@@ -103,12 +103,13 @@ class LateEntries:
         self._late[slots] = put
         if now.all():
             return entries
-        self._tokens[slots[put]] = entries.tokens[put]
+        at = np.flatnonzero(put)
+        self._tokens[slots[at]] = entries.tokens[at]
         if entries.features.shape[1]:
             features = _whole_rows(entries.features)
             if self._features is None:
                 self._features = np.empty(len(self._late), dtype=features.dtype)
-            self._features[slots[put]] = features[put]
+            self._features[slots[at]] = features if put.all() else features[at]
         self._like = entries.features.new_empty(0, entries.features.shape[1])
         return entries.without(np.where(now, 0, entries.counts))
 

@@ -342,6 +342,8 @@ class SpecRound:
             token = work[i].following
             assert token is not None
             following[start[i + 1] - 1] = token
+        # Where nothing is left out, indexing would only copy.
+        in_order = not self.drafter.features or bool(np.array_equal(index, np.arange(len(features))))
         lines = iter(emitted)
         return Seen(
             rids=[w.request.rid for w in work],
@@ -350,7 +352,7 @@ class SpecRound:
             start=start,
             tokens=layout.tokens[index],
             following=following,
-            features=rows_of(features, index) if self.drafter.features else features,
+            features=features if in_order else rows_of(features, index),
             emitted=[next(lines) if w.following is None else () for w in work],
             speculating=shape.num_steps > 0,
         )
