@@ -84,9 +84,7 @@ def test_what_training_makes_is_a_head_that_serves_and_says_where_it_comes_from(
 ) -> None:
     trainer, some = trainer_in(tmp_path)
     trainer.begin(some)
-    losses: list[float] = []
-    trainer.run(some, lambda progress: losses.append(progress.loss), 1e9)
-    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+    trainer.run(some, lambda progress: None, 1e9)
     file = tmp_path / "head.safetensors"
     trainer.export(file, "tiny", "made by a test")
     about = read_head(file).about
