@@ -26,7 +26,7 @@ from engine.ops.rejection import keep_or_sample, probabilities
 from engine.ops.sampling import KEEP_STREAM, REST_STREAM, coins
 from engine.request import Request
 from engine.spec.accept import Accepted, accept, ancestor_mask
-from engine.spec.base import Asked, Drafter, DraftTree, Seen, roots_and_chains
+from engine.spec.base import Asked, Drafter, DraftTree, Seen, only_roots
 from engine.spec.logits import adjust, forbid_ends, logprobs
 
 
@@ -139,7 +139,7 @@ class SpecRound:
             verified = self._verify(work, known, asked, tree)
             if len(tree.tokens) > len(asked.rids) and verified.broken:
                 # A draft may have spoilt what was computed beside it: nothing times NaN is NaN. By itself it counts.
-                tree = roots_and_chains(asked.roots, [()] * len(asked.rids))
+                tree = only_roots(asked.roots)
                 verified = self._verify(work, known, asked, tree)
             accepted, taken = verified.accepted, verified.taken
             if not tree.chain:
