@@ -19,7 +19,7 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP, as shells have it."""
+        """130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP, and so on, as shells have it."""
         return 128 + self.signum
 
 
