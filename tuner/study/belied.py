@@ -34,6 +34,9 @@ MAX_SPECULATED = 0.5
 FULL = ("eagle3", "draft_model", "mtp")
 """Drafters that always draft as deep as they are told."""
 
+ONLY_SHALLOWER = ("bundled",)
+"""Engines whose adaptive policy stays below the depth that they were told; SGLang's has a table of its own."""
+
 MAY_STOP = ("llama_server",)
 """Engines whose drafts end where the drafter is in doubt."""
 
@@ -50,8 +53,12 @@ def belied(engine: str, told: Mapping[str, Any], block: Block) -> Gate | None:
     depth = _whole(told.get("num_steps"))
     if steps < FEW_STEPS or depth is None or told.get("speculation", "none") in ("none", False):
         return None
-    here = [entry for entry in _table(told) or [(1, depth)] if entry[0] <= level]
-    allowed = max(entry for _, entry in here)  # fewer requests may run for a moment
+    if told.get("policy", "fixed") != "fixed" and engine not in ONLY_SHALLOWER:
+        return None
+    table = _table(told) or [(1, depth)]
+    here = [entry for entry in table if entry[0] <= level]
+    # Fewer requests may run for a moment, and SGLang rounds their number up to a size that was captured.
+    allowed = max(entry for _, entry in (table if engine == "sglang" else here))
     if here[-1][1] == 0 and (found := _off(here, allowed, block)):
         return found
     if allowed < 1:

@@ -42,6 +42,11 @@ def test_a_server_that_runs_as_it_was_told_is_believed() -> None:
     assert kind({**CHAIN, "speculation": "ngram"}, seen(drafts=0.8), "vllm") is None
     assert kind({**CHAIN, "policy": "adaptive"}, seen(drafts=1.2)) is None
     assert kind(CHAIN, seen(drafts=1.2), "llama_server") is None, "its drafts end where the drafter is in doubt"
+    deeper = seen(drafts=7.0, at_least=(900, 800, 700, 600, 500))
+    assert kind({**CHAIN, "policy": "adaptive"}, deeper, "sglang") is None, "its own table goes deeper"
+    assert kind({**CHAIN, "policy": "adaptive"}, deeper) == "no_op_setting"
+    rounded = {**CHAIN, "steps_by_batch": "1:1,10:3"}
+    assert kind(rounded, replace(seen(9), counters={"server_verify_steps": 500.0}, accept_length=3.0), "sglang") is None
     assert kind({"num_steps": 1}, seen()) is None, "a name that means something else, for all we know"
     assert kind(CHAIN, seen(steps=20, drafts=9.0)) is None, "too few steps"
     tree = {**CHAIN, "topk": 4, "num_draft_tokens": 16}
