@@ -30,11 +30,16 @@ class Unusable(Exception):
 
 @dataclass
 class Runtime:
-    """A runtime that runs containers. `env` is what its commands need in their environment."""
+    """A runtime that runs containers. `env` is what its commands need in their environment.
+
+    `bridge`: it has a network of its own to publish ports from; `groups`: its containers have control groups, without
+    which none can be limited or paused.
+    """
 
     name: str
     env: dict[str, str] = field(default_factory=dict)
     bridge: bool = True
+    groups: bool = True
     daemon: subprocess.Popen[bytes] | None = None
     folder: Path | None = None
 
@@ -160,6 +165,15 @@ def _own_daemon() -> Runtime:
     return runtime
 
 
+def _rootless(runtime: Runtime) -> Runtime:
+    """What podman lacks where it does not run as root."""
+    rootless, groups = runtime.ask("info", "--format", "{{.Host.Security.Rootless}} {{.Host.CgroupsVersion}}").split()
+    if rootless == "true":
+        runtime.bridge = os.access("/dev/net/tun", os.R_OK | os.W_OK)
+        runtime.groups = groups == "v2"
+    return runtime
+
+
 def _podman() -> Runtime:
     folder = Path(tempfile.mkdtemp(prefix="podman-"))
     storage = folder / "storage.conf"
@@ -176,7 +190,7 @@ def _podman() -> Runtime:
             config.write_text(text)
             env["CONTAINERS_CONF"] = str(config)
         try:
-            return _tried(Runtime("podman", env, folder=folder))
+            return _rootless(_tried(Runtime("podman", env, folder=folder)))
         except Unusable as error:
             problems.append(str(error))
     Runtime("podman", env, folder=folder).end()
