@@ -364,7 +364,7 @@ engine:
     command: [{python}, -m, engine, serve, --model, "{{model}}", --host, "{{host}}", --port, "{{port}}",
               --context-length, "512", --speculation, "{{speculation}}", --num-steps, "{{num_steps?}}"]
     info_path: /server_info
-  env: {{PYTHONPATH: "{path}", SPEC_TUNER_CACHE: {cache}, XDG_CACHE_HOME: /tmp}}
+  env: {{PYTHONPATH: "{path}", SPEC_TUNER_CACHE: /cache, XDG_CACHE_HOME: /tmp}}
   container: {{runtime: {runtime}, image: "{image}", shm_size: 256m, mounts: {mounts}}}
 workload: {{concurrency: [1], max_tokens: 32}}
 baseline: {{speculation: none}}
@@ -382,11 +382,10 @@ def engine_space(box: Runtime) -> Any:
     native.build()
     fetch(KNOWN["smollm2-135m"])
     # A compiler is asked for its version, and stands behind a link there.
-    inside = [*mounts(), *(f"{each}:{each}:ro" for each in (libraries, package, cache, "/etc/alternatives"))]
+    inside = [*mounts(), *(f"{each}:{each}:ro" for each in (libraries, package, "/etc/alternatives"))]
+    inside += [f"{cache / each}:/cache/{each}:ro" for each in ("models", "kernels")]
     path = f"{package.parent}:{libraries}"
-    text = ENGINE.format(
-        python=interpreter(), path=path, cache=cache, runtime=box.name, image=IMAGE, mounts=json.dumps(inside)
-    )
+    text = ENGINE.format(python=interpreter(), path=path, runtime=box.name, image=IMAGE, mounts=json.dumps(inside))
     return space(text)
 
 
