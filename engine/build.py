@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.captured import PHASE, Captured
 from engine.config import MOST_DRAFT_TOKENS, EngineConfig, schedule_text
-from engine.cuda import CudaCapturer, Work, describe, device_of, measure
+from engine.cuda import device_of
+from engine.device import Device
 from engine.errors import InvalidConfig, NothingNamed, RanksDisagree
-from engine.graphs import Capturer, GraphSet, buckets
+from engine.graphs import GraphSet
 from engine.ipc.messages import Abort, Ask, Submit, TokenUpdate
 from engine.memory.pool import KVPool, Pages
 from engine.memory.prefix import PrefixCache
@@ -28,10 +27,12 @@ from engine.ops.native import NativeOps, NativeUnavailable, fast_bfloat16
 from engine.ops.reference import ReferenceOps
 from engine.ranks import Alone, Crew, Step
 from engine.scheduler.core import Scheduler
-from engine.scheduler.lane import ThreadLane
+from engine.scheduler.lane import InlineLane, Lane, QueueLane, ThreadLane
 from engine.spec.base import Drafter, Surroundings, make_drafter, registered
+from engine.spec.device_round import DeviceRound
 from engine.spec.eagle3 import find_head
 from engine.spec.gate import SpecGate
+from engine.spec.phases import Phases
 from engine.spec.round import SpecRound
 
 log = logging.getLogger(__name__)
@@ -57,8 +58,13 @@ class Core:
     crew: Crew
     ranks: list[dict[str, Any]]
     graphs: GraphSet
+    device: Device | None
     epoch: int = 0
     window: dict[str, float] = field(default_factory=dict)
+
+    def lane(self, spec_version: str) -> Lane:
+        """Where rounds run under this version of scheduling."""
+        return _lane(spec_version, self.device)
 
     @property
     def drafter(self) -> Drafter:
@@ -258,13 +264,13 @@ _REASONS = {
 }
 
 
-def build(config: EngineConfig, crew: Crew | None = None, capturer: Callable[[Work], Capturer] | None = None) -> Core:
+def build(config: EngineConfig, crew: Crew | None = None, device: Device | None = None) -> Core:
     """Load, allocate and wire one rank.
 
     Args:
         config: the settings.
         crew: all ranks (`engine.ranks.launch`), which build at the same time.
-        capturer: of graphs, other than the device's own.
+        device: other than the settings' own, for tests.
 
     Raises:
         InvalidConfig: settings that do not fit the model or the machine, all of them named.
@@ -280,30 +286,40 @@ def build(config: EngineConfig, crew: Crew | None = None, capturer: Callable[[Wo
     if group.ranks != config.tp:
         raise InvalidConfig(f"tp: {config.tp} ranks are asked for, and {group.ranks} are here")
     torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // group.ranks))
-    device = device_of(config.device, group.rank)
+    device = device or device_of(config.device, group.rank)
     dtype = _dtype(config.dtype, device)
     kind = _weights(config.weights, dtype)
-    ops, paths = _ops(dtype, kind, device)
+    device_ops = None if device is None else device.ops(crew.exchange)
+    ops, paths = _host_ops(dtype) if device_ops is None else (device_ops, _device_paths())
+    paths |= {
+        f"kernel.{operation}": {"state": "active", "detail": kernel} for operation, kernel in ops.describe(kind).items()
+    }
     source = resolve(config.model)
     weights = open_weights(source, dtype, whole_numbers=kind in KINDS)
     trained = weights.config.max_context
     context_length = config.context_length or trained
     if context_length > trained:
         raise InvalidConfig(f"context_length: {context_length} is more than the model's {trained}")
-    model = Llama(weights, ops, dtype, context_length + 2 * MOST_DRAFT_TOKENS, kind, group, device)
+    place = torch.device("cpu") if device is None else device.device
+    model = Llama(weights, ops, dtype, context_length + 2 * MOST_DRAFT_TOKENS, kind, group, place)
     weights.close()
     page_size = config.page_size
-    page_count = min(crew.exchange(-(-_kv_tokens(config, model, context_length) // page_size)))
-    _check_memory(page_count * page_size, model)
-    pool = model.new_pool(page_count + 1, page_size)  # the last page is nobody's (engine.captured)
+    page_count = min(crew.exchange(-(-_kv_tokens(config, model, context_length, device) // page_size)))
+    _check_memory(page_count * page_size, model, device)
+    pool = model.new_pool(page_count + 1, page_size)  # the last page is nobody's (engine.spec.board)
     longest = context_length + 2 * MOST_DRAFT_TOKENS  # behind the last token, rounds in flight may still draft
     # With overlap a request's row is free only when the round after its last one has ended.
     pages = Pages(page_count, page_size, 2 * config.max_running_requests, longest)
-    surroundings = Surroundings(config.spec, model, source.name, pages, pages.rows, longest)
+    surroundings = Surroundings(config.spec, model, source.name, pages, pages.rows, longest, device_ops)
     drafter = make_drafter(config.spec.speculation, surroundings)
     prefix = PrefixCache(pages, lookahead=drafter.lookahead, enabled=config.prefix_cache)
     gate = SpecGate(config.spec)
-    round_ = SpecRound(model, pool, pages, drafter)
+    phases = None if device_ops is None else Phases(model, device_ops, pool, pages, context_length)
+    round_ = (
+        SpecRound(model, pool, pages, drafter)
+        if device is None or device_ops is None or phases is None
+        else DeviceRound(model, device_ops, pool, pages, drafter, phases, device)
+    )
     round_.rejection = config.spec.acceptance == "rejection"
     scheduler = Scheduler(
         round_,
@@ -314,16 +330,14 @@ def build(config: EngineConfig, crew: Crew | None = None, capturer: Callable[[Wo
         prefill_tokens=config.prefill_tokens,
         seed=config.seed,
     )
-    if config.spec.spec_version == "v2":
-        scheduler.use_lane(ThreadLane())
-    ranks = crew.exchange(_about(model, ops, kind, pool))
+    scheduler.use_lane(_lane(config.spec.spec_version, device))
+    ranks = crew.exchange(_about(model, ops, kind, pool, drafter))
     _same(ranks)
-    captured = Captured(model, pool, pages.table, page_size, config.spec.shape.num_draft_tokens, drafter.features)
-    make = capturer or (CudaCapturer if device.type == "cuda" else None)
-    graphs = GraphSet(config.cuda_graphs, make(captured.work) if make else None, crew.exchange)
-    graphs.capture({PHASE: buckets(config.max_running_requests)})
-    if graphs.states[PHASE].state == "active":
-        captured.graphs, round_.hidden = graphs, captured.hidden
+    capturer = None if device is None or phases is None else device.capturer(phases)
+    graphs = GraphSet(config.cuda_graphs, capturer, crew.exchange)
+    graphs.capture({} if phases is None else phases.wanted(drafter, gate.shapes(), config.max_running_requests))
+    if phases is not None:
+        phases.graphs = graphs
     if crew.choice is not None:
         detail = f"{crew.choice.name}, {crew.choice.reason}" + ("" if crew.choice.verified else "; never verified")
         paths["allreduce"] = {"state": "active", "detail": detail}
@@ -342,18 +356,31 @@ def build(config: EngineConfig, crew: Crew | None = None, capturer: Callable[[Wo
         crew,
         ranks,
         graphs,
+        device,
     )
 
 
-_ALIKE = {"model": "the model", "dtype": "the data type", "kernels": "the kernels"}
+def _lane(spec_version: str, device: Device | None) -> Lane:
+    if spec_version == "v1":
+        return InlineLane()
+    return ThreadLane() if device is None else QueueLane()
+
+
+_ALIKE = {
+    "model": "the model",
+    "drafter": "the draft head or model",
+    "dtype": "the data type",
+    "kernels": "the kernels",
+}
 """What every rank must have the same of, or their results would go apart."""
 
 
-def _about(model: Llama, ops: Ops, kind: str, pool: KVPool) -> dict[str, Any]:
+def _about(model: Llama, ops: Ops, kind: str, pool: KVPool, drafter: Drafter) -> dict[str, Any]:
     return {
         "rank": model.group.rank,
         "pid": os.getpid(),
         "model": model.identity,
+        "drafter": drafter.identity,
         "dtype": str(model.dtype).removeprefix("torch."),
         "kernels": f"{ops.name}: {ops.describe(kind)['linear']}",
         "threads": torch.get_num_threads(),
@@ -394,10 +421,10 @@ def _missing(name: str, surroundings: Surroundings) -> str | None:
     return None
 
 
-def _check_memory(kv_tokens: int, model: Llama) -> None:
+def _check_memory(kv_tokens: int, model: Llama, device: Device | None) -> None:
     needed = kv_tokens * model.kv_bytes_per_token
-    if model.device.type == "cuda":
-        memory = torch.cuda.mem_get_info(model.device)[1]
+    if device is not None:
+        memory = device.memory()[1]
     else:
         needed *= model.group.ranks  # which share the machine's
         try:
@@ -410,10 +437,10 @@ def _check_memory(kv_tokens: int, model: Llama) -> None:
         )
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def _dtype(name: str, device: Device | None) -> torch.dtype:
     if name != "auto":
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-    if device.type == "cuda":
+    if device is not None:
         return torch.bfloat16
     return torch.bfloat16 if fast_bfloat16() else torch.float32
 
@@ -422,35 +449,27 @@ def _weights(name: str, dtype: torch.dtype) -> str:
     return name if name != "auto" else "bf16" if dtype == torch.bfloat16 else "fp32"
 
 
-def _ops(dtype: torch.dtype, weights: str, device: torch.device) -> tuple[Ops, dict[str, dict[str, str]]]:
+def _host_ops(dtype: torch.dtype) -> tuple[Ops, dict[str, dict[str, str]]]:
     ops: Ops
-    if device.type == "cuda":
-        from engine.ops.triton.ops import TritonOps
-        from engine.ops.triton.tuned import Tuned
-
-        log.warning("the GPU path has never run on real hardware; see docs/hardware.md")
-        ops = TritonOps(Tuned(describe(device), measure))
-        paths = {"triton_kernels": {"state": "active", "detail": "never verified on real hardware"}}
-    else:
-        try:
-            ops, state, reason = NativeOps(dtype), "active", ""
-        except NativeUnavailable as error:
-            ops, state, reason = ReferenceOps(), "fell_back", str(error)
-        paths = {"native_kernels": {"state": state, "detail": reason}}
-    paths |= {
-        f"kernel.{operation}": {"state": "active", "detail": kernel}
-        for operation, kernel in ops.describe(weights).items()
-    }
-    return ops, paths
+    try:
+        ops, state, reason = NativeOps(dtype), "active", ""
+    except NativeUnavailable as error:
+        ops, state, reason = ReferenceOps(), "fell_back", str(error)
+    return ops, {"native_kernels": {"state": state, "detail": reason}}
 
 
-def _kv_tokens(config: EngineConfig, model: Llama, context_length: int) -> int:
+def _device_paths() -> dict[str, dict[str, str]]:
+    log.warning("the GPU path has never run on real hardware; see docs/hardware.md")
+    return {"triton_kernels": {"state": "active", "detail": "never verified on real hardware"}}
+
+
+def _kv_tokens(config: EngineConfig, model: Llama, context_length: int, device: Device | None) -> int:
     if config.kv_tokens is not None:
         return config.kv_tokens
     each = model.kv_bytes_per_token
     wanted = max(context_length, config.max_running_requests * _TOKENS_PER_REQUEST)
-    if model.device.type == "cuda":
-        free = torch.cuda.mem_get_info(model.device)[0]
+    if device is not None:
+        free = device.memory()[0]
     else:
         try:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // model.group.ranks

@@ -53,6 +53,7 @@ ALLREDUCE = (
     "nccl_symm",
     "flashinfer_fusion",
     "flashinfer_pcie_ipc",
+    "mscclpp",
 )
 
 

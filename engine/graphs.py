@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.errors import EngineError
 
 log = logging.getLogger(__name__)
 
 POLICIES = ("required", "preferred", "off")
-PHASES = ("draft", "verify", "extend")
+PHASES = ("draft", "verify", "accept", "extend")
+
+
+class Bucket(NamedTuple):
+    """What one graph is captured for: so many requests, and whatever else its shapes depend on."""
+
+    requests: int
+    kind: Hashable = None
 
 
 class Graph(Protocol):
@@ -32,11 +39,11 @@ class Graph(Protocol):
 class Capturer(Protocol):
     """What a device can do; the only part that touches it."""
 
-    def warm_up(self, phase: str, bucket: int) -> None:
+    def warm_up(self, phase: str, bucket: Bucket) -> None:
         """Run the shape eagerly, so that nothing is compiled or allocated for the first time during its capture."""
         ...
 
-    def capture(self, phase: str, bucket: int) -> Graph:
+    def capture(self, phase: str, bucket: Bucket) -> Graph:
         """Capture it. May raise anything."""
         ...
 
@@ -52,12 +59,13 @@ class Capturer(Protocol):
 class GraphCaptureError(EngineError):
     """A graph could not be captured. What happened stands in the attributes, and the device's own error behind it."""
 
-    def __init__(self, phase: str, bucket: int, stage: str, free_before: int, free_now: int, cause: str) -> None:
+    def __init__(self, phase: str, bucket: Bucket, stage: str, free_before: int, free_now: int, cause: str) -> None:
         self.phase, self.bucket, self.stage = phase, bucket, stage
         self.free_before, self.free_now = free_before, free_now
         mib = 2**20
+        kind = "" if bucket.kind is None else f" ({bucket.kind})"
         super().__init__(
-            f"CUDA graph of {phase} for {bucket} requests: {stage} failed: {cause} (device memory free: "
+            f"CUDA graph of {phase} for {bucket.requests} requests{kind}: {stage} failed: {cause} (device memory free: "
             f"{free_before // mib} MiB before, {free_now // mib} MiB then). Lower max_running_requests or kv_tokens, "
             "or serve without graphs: --cuda-graphs off (slower), --cuda-graphs preferred (falls back and says so)"
         )
@@ -91,8 +99,7 @@ class GraphSet:
             raise ValueError(f"policy '{policy}'; valid: {', '.join(POLICIES)}")
         self.policy = policy
         self._capturer, self._agree = capturer, agree
-        self._graphs: dict[tuple[str, int], Graph] = {}
-        self._sizes: dict[str, list[int]] = {}
+        self._graphs: dict[tuple[str, Bucket], Graph] = {}
         reason = "asked for" if policy == "off" else "nothing to capture on: the model is on the CPU"
         self.states = {phase: PhaseState("off", reason) for phase in PHASES}
         self.misses: Counter[str] = Counter()
@@ -103,8 +110,8 @@ class GraphSet:
         """Whether there is a device to capture on."""
         return self._capturer is not None
 
-    def capture(self, wanted: Mapping[str, Sequence[int]]) -> None:
-        """Capture these batch sizes of these phases, large ones first, so that small ones fit into their memory.
+    def capture(self, wanted: Mapping[str, Sequence[Bucket]]) -> None:
+        """Capture these buckets of these phases, large ones first, so that small ones fit into their memory.
 
         Raises:
             GraphCaptureError: under "required". Under "preferred" everything is dropped, and the server goes on
@@ -114,9 +121,12 @@ class GraphSet:
             return
         if self._capturer is None:
             if self.policy == "required":
-                raise GraphCaptureError(PHASES[0], 0, "looking for a device", 0, 0, "the model is on the CPU")
+                raise GraphCaptureError(PHASES[0], Bucket(0), "looking for a device", 0, 0, "the model is on the CPU")
             return
-        made: dict[tuple[str, int], Graph] = {}
+        if not wanted and self.policy == "required":
+            problem = "no round with this drafter stays on the device"
+            raise GraphCaptureError(PHASES[0], Bucket(0), "looking for what to capture", 0, 0, problem)
+        made: dict[tuple[str, Bucket], Graph] = {}
         try:
             self._capture_all(self._capturer, wanted, made)
         except GraphCaptureError as error:
@@ -128,25 +138,26 @@ class GraphSet:
             log.warning("decoding without CUDA graphs, which is slower: %s", error)
             return
         self._graphs = made
-        self._sizes = {phase: sorted(sizes) for phase, sizes in wanted.items()}
         for phase in PHASES:
             if phase in wanted:
-                told = f"{len(wanted[phase])} batch sizes up to {max(wanted[phase])}"
+                told = f"{len(wanted[phase])} graphs for up to {max(b.requests for b in wanted[phase])} requests"
                 self.states[phase] = PhaseState("active", told)
             else:
-                self.states[phase] = PhaseState("off", "runs eagerly")
+                self.states[phase] = PhaseState("off", "there is nothing to run in it")
 
-    def find(self, phase: str, requests: int, fits: bool = True) -> tuple[Graph, int] | None:
-        """The graph of the smallest bucket that holds so many requests, and its size; None: run eagerly, counted.
+    def size(self, requests: int, kind: Hashable = None) -> int | None:
+        """Of the smallest bucket of this kind that holds so many requests; None: there is none."""
+        sizes = (b.requests for _, b in self._graphs if b.kind == kind and b.requests >= requests)
+        return min(sizes, default=None)
 
-        `fits`: whether what is to run is of the kind that was captured.
-        """
-        size = next((size for size in self._sizes.get(phase, ()) if size >= requests and fits), None)
-        if size is None:
+    def find(self, phase: str, bucket: Bucket) -> Graph | None:
+        """The graph of this phase and bucket; None: run it eagerly, which is counted where graphs are wanted."""
+        graph = self._graphs.get((phase, bucket))
+        if graph is not None:
+            self.hits += 1
+        elif self._capturer is not None and self.policy != "off":
             self.misses[phase] += 1
-            return None
-        self.hits += 1
-        return self._graphs[phase, size], size
+        return graph
 
     def paths(self) -> dict[str, dict[str, str]]:
         """Entries of `/server_info`'s paths."""
@@ -154,16 +165,16 @@ class GraphSet:
 
     def close(self) -> None:
         """Let go of everything. May be called at any time, and again."""
-        self._graphs, self._sizes = {}, {}
+        self._graphs = {}
         if self._capturer is not None:
             self._capturer.discard()
 
     def _capture_all(
-        self, capturer: Capturer, wanted: Mapping[str, Sequence[int]], made: dict[tuple[str, int], Graph]
+        self, capturer: Capturer, wanted: Mapping[str, Sequence[Bucket]], made: dict[tuple[str, Bucket], Graph]
     ) -> None:
         before = capturer.free_bytes()
         for phase, sizes in wanted.items():
-            for bucket in sorted(sizes, reverse=True):
+            for bucket in sorted(sizes, key=lambda one: -one.requests):
                 stage, problem, cause = "warm-up", "", None
                 try:
                     capturer.warm_up(phase, bucket)
@@ -171,6 +182,8 @@ class GraphSet:
                     made[phase, bucket] = capturer.capture(phase, bucket)
                 except Exception as error:  # noqa: BLE001 - whatever it is, every rank must hear of it
                     problem, cause = f"{type(error).__name__}: {error}", error
+                    # At once: another rank may be waiting for this one on its device, and never be told.
+                    log.warning("CUDA graph of %s for %d requests: %s: %s", phase, bucket.requests, stage, problem)
                 everywhere = self._agree(problem)
                 failed = next((rank for rank, one in enumerate(everywhere) if one), None)
                 if failed is not None:

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Protocol
 
 from engine.collectives.base import Choice, Collective, Group, Place, backend, choose
@@ -37,6 +38,9 @@ _BLAME_S = 1.0
 _EXIT_S = 2.0
 _REACT_S = 3.0
 """Rank 0 reacts to a rank's last words within this time, or hangs."""
+_LOOK_S = 0.5
+_STOPPED_S = 3.0
+"""A process that is stopped for this long and the timeout is given up. An exchange that waits for it says so before."""
 
 
 class RankFailed(EngineError):
@@ -165,6 +169,7 @@ class Leader:
         self._collective: Collective | None = None
         self._closing = False
         self._frontend = frontend
+        self._patience_s = config.collective_timeout_s + _STOPPED_S
         try:
             for rank in range(1, place.ranks):
                 ours, theirs = context.Pipe()
@@ -252,7 +257,10 @@ class Leader:
 
     def _receive(self, rank: int) -> Any:
         pipe, process = self._pipes[rank - 1], self._processes[rank - 1]
-        ready = wait([pipe, process.sentinel])
+        stopped = _StoppedFor(process.pid)
+        while not (ready := wait([pipe, process.sentinel], _LOOK_S)):
+            if stopped.seconds() >= self._patience_s:
+                raise CollectiveTimeout(f"rank {rank} of {len(self._pipes) + 1} {stopped}")
         try:
             message = pipe.recv() if pipe in ready else None
         except (EOFError, OSError):
@@ -299,12 +307,17 @@ class Leader:
         return RankFailed(f"rank {rank} of {len(self._pipes) + 1}: {words.cause}", words.exit_code)
 
     def _watch(self) -> None:
-        """Tell whoever waits in an exchange for a rank that has died. A thread of its own.
+        """Tell whoever waits in an exchange for a rank that has died, or is stopped. A thread of its own.
 
-        Where the ranks still look for each other, which some backends do without end, this ends the process.
+        Where the ranks still look for each other, which some backends do without end, this ends the process, as it does
+        for a rank that is stopped at any time: that one may be waited for without a timeout, as while models load.
         """
         sentinels = {process.sentinel: rank for rank, process in enumerate(self._processes, 1)}
-        ended = wait(list(sentinels))
+        stopped = [_StoppedFor(process.pid) for process in self._processes]
+        while not (ended := wait(list(sentinels), _LOOK_S)):
+            for rank, one in enumerate(stopped, 1):
+                if one.seconds() >= self._patience_s and not self._closing:
+                    self._give_up(f"rank {rank} of {len(stopped) + 1} {one}", CollectiveTimeout.exit_code)
         if self._closing:
             return
         if self._collective is not None:
@@ -312,11 +325,36 @@ class Leader:
             return
         found = self._found()
         cause, status = (str(found), found.exit_code) if found is not None else ("a rank has ended", 1)
+        self._give_up(cause, status)
+
+    def _give_up(self, cause: str, status: int) -> None:
         log.error("%s", cause)
         if self._frontend is not None:
             with contextlib.suppress(OSError):
                 self._frontend.send(Fatal(cause, "", status))
         os._exit(status)
+
+
+class _StoppedFor:
+    """How long a process has been stopped by a signal, looked at every `_LOOK_S`.
+
+    By looks, not by the clock: whoever looks may have been stopped with it (a terminal stops all of them).
+    """
+
+    def __init__(self, pid: int | None) -> None:
+        self._pid, self._looks = pid, 0
+
+    def seconds(self) -> float:
+        """Look; 0 while it runs, and where the kernel does not say."""
+        try:
+            state = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            state = ""
+        self._looks = self._looks + 1 if state == "T" else 0
+        return self._looks * _LOOK_S
+
+    def __str__(self) -> str:
+        return f"(process {self._pid}) has been stopped for {self._looks * _LOOK_S:g} s (signal SIGSTOP, or a terminal)"
 
 
 class Follower:
@@ -387,6 +425,8 @@ def _run_follower(
     configure_logging("warning" if config.log_level in ("info", "debug") else config.log_level, config.log_format)
     module, _, function = follow.partition(":")
     status = 1
+    watch = (config.collective_timeout_s + _STOPPED_S, frontend, parent)
+    threading.Thread(target=_watch_leader, args=watch, name="watch of rank 0", daemon=True).start()
     try:
         run = getattr(importlib.import_module(module), function)
         crew = Follower(pipe)
@@ -406,6 +446,17 @@ def _run_follower(
         code = error.exit_code if isinstance(error, EngineError) else 1
         _last_words(pipe, _Failed(cause, code, isinstance(error, CollectiveError)), frontend, parent)
     os._exit(status)
+
+
+def _watch_leader(patience_s: float, frontend: Connection | None, leader: int) -> None:
+    """End rank 0 when it is stopped, since it may be waited for without a timeout. A thread in each other rank."""
+    stopped = _StoppedFor(leader)
+    while stopped.seconds() < patience_s:
+        time.sleep(_LOOK_S)
+    if frontend is not None:
+        with contextlib.suppress(OSError):
+            frontend.send(Fatal(f"rank 0 hangs: it {stopped}", "", CollectiveTimeout.exit_code))
+    os.kill(leader, signal.SIGKILL)
 
 
 def _last_words(pipe: Connection, words: _Failed, frontend: Connection | None, parent: int) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 from engine.build import Core
 from engine.config import SpecConfig, parse_schedule
-from engine.errors import EngineError, InvalidConfig
+from engine.errors import EngineError, InvalidConfig, RanksDisagree
 from engine.ipc.messages import TokenUpdate
-from engine.scheduler.lane import InlineLane, ThreadLane
 from engine.spec.base import make_drafter
 from engine.spec.gate import SpecGate
 
@@ -43,13 +42,16 @@ def reconfigure(core: Core, changes: Mapping[str, Any]) -> tuple[dict[str, Any],
         drafter = make_drafter(new.speculation, core.surroundings)
     except EngineError as error:
         refused = f"speculation: '{new.speculation}' is not available here: {error}"
-    everywhere = [told for told in core.crew.exchange(refused) if told]
+    told = core.crew.exchange((refused, "" if drafter is None else drafter.identity))
+    everywhere = [problem for problem, _ in told if problem]
     if everywhere or drafter is None:
         raise InvalidConfig(everywhere[0])
+    other = next((rank for rank, (_, identity) in enumerate(told) if identity != told[0][1]), None)
+    if other is not None:
+        raise RanksDisagree(f"rank {other} has read another draft head or model than rank 0; was a file replaced?")
     updates = core.scheduler.land()
-    overlap = new.spec_version == "v2"
-    if overlap != core.scheduler.overlapping:
-        core.scheduler.use_lane(ThreadLane() if overlap else InlineLane())
+    if (new.spec_version == "v2") != core.scheduler.overlapping:
+        core.scheduler.use_lane(core.lane(new.spec_version))
     if drafter is not core.drafter:
         core.scheduler.use_drafter(drafter)
     if new != core.gate.config:

@@ -17,7 +17,17 @@ from torch import Tensor
 from engine.errors import CollectiveError, CollectiveTimeout, InvalidConfig, RankLost, RanksDisagree
 from engine.ops.base import Hook
 
-MODULES = ("shm", "gloo", "nccl", "custom", "symm_mem", "nccl_symm", "flashinfer_fusion", "flashinfer_pcie_ipc")
+MODULES = (
+    "shm",
+    "gloo",
+    "nccl",
+    "custom",
+    "symm_mem",
+    "nccl_symm",
+    "flashinfer_fusion",
+    "flashinfer_pcie_ipc",
+    "mscclpp",
+)
 """Files of this folder, each with a `BACKEND`, in the order in which "auto" prefers them."""
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -174,6 +184,10 @@ class Group:
                 f"rank {self.rank} has other draft tokens than rank 0: they do not compute the same any more"
             )
         return values[len(about) :]
+
+    def share(self, x: Tensor) -> Tensor:
+        """Rank 0's x, in place, without waiting where the exchange is a device's."""
+        return x if self._collective is None else self._collective.broadcast(x)
 
     def hook(self) -> Hook | None:
         """See `Collective.hook`; None where there is nothing to add up."""

@@ -42,14 +42,12 @@ class KVPool:
         return self._k, self._v
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots (int64 [n]) in all layers; sources are read before any target is written."""
+        """Copy slots (int64 [n], where the pool is) in all layers; sources are read before any target is written."""
         for part in self._on_host:
             part[:, target.numpy()] = part[:, source.numpy()]
-        if self._on_host:
-            return
-        source, target = source.to(self._k.device), target.to(self._k.device)
-        self._k[:, target] = self._k[:, source]
-        self._v[:, target] = self._v[:, source]
+        if not self._on_host:
+            for whole in (self._k, self._v):
+                whole.index_copy_(1, target, whole.index_select(1, source))
 
     @property
     def nbytes(self) -> int:

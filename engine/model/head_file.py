@@ -24,6 +24,9 @@ from engine.model.llama import Llama
 _FORMAT = "spec-tuner eagle3 head, version 1"
 
 
+_SAMPLE = 4096
+
+
 @dataclass(frozen=True)
 class HeadFile:
     """What a file holds. `hot` int64 [Vd]: target ids of the draft ids; `about`: target, training log, licence."""
@@ -32,6 +35,14 @@ class HeadFile:
     weights: dict[str, Tensor]
     hot: Tensor
     about: dict[str, Any]
+
+    def identity(self) -> str:
+        """Of a sample of every tensor: two processes that read the same file have the same."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted({**self.weights, "hot": self.hot}.items()):
+            sample = tensor.flatten()[:: max(1, tensor.numel() // _SAMPLE)].float()
+            digest.update(f"{name}{tuple(tensor.shape)}".encode() + sample.numpy().tobytes())
+        return digest.hexdigest()[:32]
 
 
 def fingerprint(target: Llama) -> str:

@@ -50,10 +50,10 @@ class View:
 
     def on(self, device: torch.device) -> View:
         """The same there, copied without waiting for the device."""
-        if device.type == "cpu" or self.tokens.device == device:
+        if self.tokens.device == device:
             return self
         tensors = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
-        there: dict[str, Any] = {n: t.pin_memory().to(device, non_blocking=True) for n, t in tensors.items()}
+        there: dict[str, Any] = {name: sent(value, device) for name, value in tensors.items()}
         return replace(self, **there)
 
 
@@ -202,6 +202,30 @@ class Ops(Protocol):
         ...
 
 
+class DeviceOps(Ops, Protocol):
+    """What a device with memory of its own does besides: choosing and accepting tokens without the host.
+
+    Nothing here waits for the device, and no shape depends on values.
+    """
+
+    def sample(self, logits: Tensor, temperature: Tensor, coin: Tensor) -> Tensor:
+        """`choose` for rows without top-k, top-p and min-p: float32 [R, V], float64 [R] above 0 and [R] → int64 [R]."""
+        ...
+
+    def best(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """`likeliest`, left where it is: float64 and int64 [R, count]."""
+        ...
+
+    def accept(
+        self, drafts: Tensor, parent: Tensor, start: Tensor, chosen: Tensor, deepest: int, most: int
+    ) -> tuple[Tensor, Tensor]:
+        """`engine.spec.accept.accept`: lengths, int64 [B], and paths, int64 [B, deepest + 1].
+
+        drafts, parent, chosen: int64 [N]; start: int64 [B + 1]; `most`: nodes of the largest tree.
+        """
+        ...
+
+
 def causal_view(tokens: Tensor, page_table: Tensor, page_size: int) -> View:
     """One request's whole prompt with an empty cache, its pages in row 0: for tests and one-off forwards."""
     n = len(tokens)
@@ -227,5 +251,10 @@ def rows_of(x: Tensor, at: Tensor | np.ndarray) -> Tensor:
     Not written x[at], since torch then wakes its OpenMP threads even for a few rows: 20 ms for what takes 20 µs, seen
     with one other process on the same cores.
     """
-    index = torch.from_numpy(at) if isinstance(at, np.ndarray) else at
-    return torch.index_select(x, 0, index.to(x.device))
+    return torch.index_select(x, 0, sent(at, x.device))
+
+
+def sent(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
+    """The same values there, copied from pinned memory without waiting for the device."""
+    values = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    return values if values.device == device else values.pin_memory().to(device, non_blocking=True)

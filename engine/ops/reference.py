@@ -124,6 +124,29 @@ class ReferenceOps:
 
     def likeliest(self, logits: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
         """See `Ops.likeliest`."""
+        scores, index = self.best(logits, count)
+        return scores.cpu().numpy(), index.cpu().numpy()
+
+    def best(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See `DeviceOps.best`."""
         top = logits.topk(count, dim=-1)
-        scores = top.values.double() - logits.logsumexp(-1, keepdim=True)
-        return scores.cpu().numpy(), top.indices.cpu().numpy()
+        return top.values.double() - logits.logsumexp(-1, keepdim=True), top.indices
+
+    def sample(self, logits: Tensor, temperature: Tensor, coin: Tensor) -> Tensor:
+        """See `DeviceOps.sample`."""
+        return torch.where(logits.isnan().any(-1), -1, sampling.sample(logits, temperature, coin))
+
+    def accept(
+        self, drafts: Tensor, parent: Tensor, start: Tensor, chosen: Tensor, deepest: int, most: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `DeviceOps.accept`."""
+        del most
+        node, none = start[:-1], torch.full_like(start[:-1], -1)
+        path = [node]
+        for _ in range(deepest):
+            above = node.clamp(min=0)
+            child = (parent == node.unsqueeze(1)) & (drafts == chosen[above].unsqueeze(1)) & (node >= 0).unsqueeze(1)
+            node = torch.where(child.any(1), child.byte().argmax(1), none)
+            path.append(node)
+        paths = torch.stack(path, dim=1)
+        return (paths >= 0).sum(1), paths

@@ -28,6 +28,22 @@ def coins(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def coins_of(seeds: Tensor, positions: Tensor) -> Tensor:
+    """`coins` on any device, from the same 64 bits as int64."""
+
+    def shifted(z: Tensor, by: int) -> Tensor:
+        return (z >> by) & ((1 << (64 - by)) - 1)  # >> of int64 brings the sign along
+
+    z = seeds * _signed(0xD1342543DE82EF95) + (positions + 1) * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return shifted(z ^ shifted(z, 31), 11).double() * 2.0**-53
+
+
+def _signed(bits: int) -> int:
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
 def choose(
     logits: Tensor,
     greedy: np.ndarray,
@@ -55,6 +71,35 @@ def choose(
             picked = pick(scaled, top_k[rows], torch.from_numpy(top_p[rows]), torch.from_numpy(coin[rows]))
             chosen[rows] = picked.numpy()
     return chosen
+
+
+def sample(logits: Tensor, temperature: Tensor, coin: Tensor) -> Tensor:
+    """`choose` on any device for rows without top-k, top-p and min-p; rows that hold a NaN give anything."""
+    return inverse(_scaled(logits, temperature).exp(), coin)
+
+
+def without_unlikely(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+    """Logits [R, V] with -inf in place of what min-p, float64 [R], leaves out."""
+    return logits.masked_fill(_scaled(logits, temperature) < min_p.log().unsqueeze(1), float("-inf"))
+
+
+def sample_cut(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, coin: Tensor) -> Tensor:
+    """`choose` on any device for rows with top-k (int64 [R]), top-p or both; otherwise as `sample`."""
+    scaled = _scaled(logits, temperature)
+    values, order = scaled.sort(dim=-1, descending=True)
+    weights = (values - scaled.logsumexp(-1, keepdim=True)).exp()
+    rank = torch.arange(weights.shape[1], device=weights.device)
+    few = (top_k > 0) & (top_k < weights.shape[1])
+    weights = weights.masked_fill(rank >= torch.where(few, top_k, weights.shape[1]).unsqueeze(1), 0.0)
+    whole = torch.where(few, weights.sum(-1), 1.0).unsqueeze(1)
+    before = weights.cumsum(-1) - weights
+    weights = weights.masked_fill(before >= top_p.unsqueeze(1) * whole, 0.0)
+    return order.gather(1, inverse(weights, coin).unsqueeze(1)).squeeze(1)
+
+
+def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
+    wide = logits.double()
+    return (wide - wide.amax(-1, keepdim=True)) / temperature.unsqueeze(1)
 
 
 def distribution(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
@@ -108,5 +153,5 @@ def inverse(weights: Tensor, coin: Tensor) -> Tensor:
     coin * total; never one of weight zero."""
     cumulative = weights.cumsum(-1)
     at = torch.searchsorted(cumulative, (coin * cumulative[:, -1]).unsqueeze(1), right=True).squeeze(1)
-    last = (weights > 0).long().mul(torch.arange(weights.shape[1])).amax(-1)
+    last = (weights > 0).long().mul(torch.arange(weights.shape[1], device=weights.device)).amax(-1)
     return torch.minimum(at, last)

@@ -31,7 +31,7 @@ class _Flight:
     """A round that has been launched."""
 
     work: Sequence[Work]
-    ticket: Ticket[RoundResult]
+    ticket: Ticket[Callable[[], RoundResult]]
 
 
 class Scheduler:
@@ -86,7 +86,7 @@ class Scheduler:
     @property
     def overlapping(self) -> bool:
         """Whether rounds run on a lane of their own."""
-        return not isinstance(self._lane, InlineLane)
+        return self._lane.overlaps
 
     @property
     def lane_idle_s(self) -> float:
@@ -211,10 +211,12 @@ class Scheduler:
         chores, self._chores = self._chores, []
         return _Flight(work, self._lane.submit(lambda: self._run(chores, work, shape)))
 
-    def _run(self, chores: Sequence[Callable[[], None]], work: Sequence[Work], shape: DraftShape) -> RoundResult:
+    def _run(
+        self, chores: Sequence[Callable[[], None]], work: Sequence[Work], shape: DraftShape
+    ) -> Callable[[], RoundResult]:
         for chore in chores:
             chore()
-        return self._round.run(work, shape)
+        return self._round.launch(work, shape)
 
     def _plan(self, shape: DraftShape) -> list[Work]:
         budget = self._prefill_tokens
@@ -282,7 +284,7 @@ class Scheduler:
         self._waiting.move_to_end(request.rid, last=False)
 
     def _commit(self, flight: _Flight) -> tuple[TokenUpdate, ...]:
-        result = flight.ticket.wait()
+        result = flight.ticket.wait()()
         updates, accepted, verified, steps, telling, right = [], 0, 0, 0, 0, 0
         for w in flight.work:
             request = w.request

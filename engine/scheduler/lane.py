@@ -1,4 +1,5 @@
-"""Where rounds run: in the caller, or on a thread of their own while the scheduler handles the round before.
+"""Where rounds run: in the caller, on a thread of their own or queued on a device while the scheduler handles the round
+before.
 
 Work on a lane runs in the order in which it was given, and never two pieces at once.
 """
@@ -47,6 +48,8 @@ class Ticket(Generic[T]):
 class Lane(Protocol):
     """See this module."""
 
+    overlaps: bool
+    """Whether the scheduler goes on to the next round before it asks for this one's outcome."""
     idle_s: float
     """Seconds between the end of a piece of work and the beginning of the next."""
 
@@ -60,8 +63,9 @@ class Lane(Protocol):
 
 
 class InlineLane:
-    """Runs work at once, in the caller: synchronous scheduling, and overlap scheduling made deterministic for tests."""
+    """Runs work at once, in the caller: synchronous scheduling."""
 
+    overlaps = False
     idle_s = 0.0
 
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
@@ -74,8 +78,16 @@ class InlineLane:
         """See `Lane.close`."""
 
 
+class QueueLane(InlineLane):
+    """Overlap where rounds run on a device: the caller only queues them there, and the device goes on beside it."""
+
+    overlaps = True
+
+
 class ThreadLane:
     """One worker thread. Kernels release Python's lock, so the scheduler's thread goes on beside it."""
+
+    overlaps = True
 
     def __init__(self, trace: list[tuple[float, float]] | None = None) -> None:
         """`trace` is given the beginning and end of each piece of work, by `time.perf_counter`."""

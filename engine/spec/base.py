@@ -22,8 +22,9 @@ from torch import Tensor
 from engine.config import DRAFTERS, DraftLimits, DraftShape, SpecConfig
 from engine.memory.pool import Pages
 from engine.model.llama import Llama
-from engine.ops.base import Ops
+from engine.ops.base import DeviceOps, Ops, rows_of
 from engine.ops.sampling import DRAFT_STREAM, coins, inverse
+from engine.spec.board import Board
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,62 @@ class Seen:
     speculating: bool
 
 
+class Resident(Protocol):
+    """The part of a drafter that runs on a device, on a board's memory alone, and never waits for it.
+
+    `drafts`, `extends`: whether `draft` and `extend` do anything; `looks_up`: whether `look_up` and `hear` do.
+    """
+
+    drafts: bool
+    extends: bool
+    looks_up: bool
+
+    def draft(self, board: Board, deepest: int) -> None:
+        """Put trees on the board, at most so deep, and as deep as its steps allow."""
+        ...
+
+    def extend(self, board: Board) -> None:
+        """What the board says was accepted goes to the drafter's own cache."""
+        ...
+
+    def look_up(self, rids: Sequence[int], steps: Sequence[int]) -> Sequence[Sequence[int]]:
+        """On the host: chains for these requests, at most so long, from all that they have emitted."""
+        ...
+
+    def hear(self, rids: Sequence[int], emitted: Sequence[Sequence[int]]) -> None:
+        """On the host: what a round has emitted. Requests may have ended meanwhile."""
+        ...
+
+
+class NothingResident:
+    """Of a drafter that has nothing to do on a device."""
+
+    drafts = extends = looks_up = False
+
+    def draft(self, board: Board, deepest: int) -> None:
+        """See `Resident.draft`."""
+
+    def extend(self, board: Board) -> None:
+        """See `Resident.extend`."""
+
+    def look_up(self, rids: Sequence[int], steps: Sequence[int]) -> Sequence[Sequence[int]]:
+        """See `Resident.look_up`."""
+        del steps
+        return [()] * len(rids)
+
+    def hear(self, rids: Sequence[int], emitted: Sequence[Sequence[int]]) -> None:
+        """See `Resident.hear`."""
+
+
 class Drafter(Protocol):
     """Proposes draft tokens. Keeps what it needs per request under the request's id or its row in the page table.
 
     `observes`: whether `observe` does anything. `features`: target layers whose outputs `observe` wants. `lookahead`:
     how many tokens beyond its own position an entry of the drafter's own cache depends on (a prefix that is shared
     between requests must agree in those too). `alarm_floor`: the share of first drafts that a working one never falls
-    below, 0 where nothing can be said. `check`: what it should reach at start, where that is known.
+    below, 0 where nothing can be said. `check`: what it should reach at start, where that is known. `identity`: of what
+    it has loaded, the same on every rank. `resident`: what stands in for `propose` and `observe` in rounds that stay on
+    a device; None: it has no such rounds.
     """
 
     name: str
@@ -146,6 +196,8 @@ class Drafter(Protocol):
     lookahead: int
     alarm_floor: float
     check: Check | None
+    identity: str
+    resident: Resident | None
 
     def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
         """A request begins (or begins again after preemption) with these tokens. None of them has been run yet, but
@@ -200,9 +252,7 @@ class ChainBuilder:
         asked, some = self._asked, self._sampled
         ids = np.maximum(self._ops.argmax(logits).cpu().numpy(), 0)
         if len(some):
-            scaled = logits[torch.from_numpy(some)].cpu().double() / torch.from_numpy(
-                asked.temperature[some]
-            ).unsqueeze(1)
+            scaled = rows_of(logits, some).cpu().double() / torch.from_numpy(asked.temperature[some]).unsqueeze(1)
             q = scaled.softmax(-1).nan_to_num(1.0 / scaled.shape[1])  # of a NaN nothing follows: any token
             position = (asked.lengths[some] + 1 + len(self._drafts)).astype(np.uint64)
             ids[some] = inverse(q, torch.from_numpy(coins(asked.seeds[some] ^ DRAFT_STREAM, position))).numpy()
@@ -277,6 +327,7 @@ class Surroundings:
         pages: whose slots also address a drafter's own cache.
         requests: at most at once.
         positions: longest sequence, drafts included.
+        device_ops: of a device that rounds can stay on; None: there is none.
         made: drafters by name; one that others are composed of exists once.
     """
 
@@ -286,6 +337,7 @@ class Surroundings:
     pages: Pages
     requests: int
     positions: int
+    device_ops: DeviceOps | None = None
     made: dict[str, Drafter] = field(default_factory=dict)
 
 

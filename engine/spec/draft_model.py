@@ -13,22 +13,26 @@ import torch
 
 from engine.config import DRAFTERS
 from engine.errors import InvalidConfig, NothingNamed
+from engine.memory.pool import KVPool
 from engine.model.llama import Llama
 from engine.model.shard import cut_over
 from engine.model.source import resolve
 from engine.model.weights import open_weights
-from engine.ops.base import View
+from engine.ops.base import DeviceOps, View
 from engine.spec.base import (
     Asked,
     ChainBuilder,
     Check,
     DraftTree,
+    NothingResident,
+    Resident,
     Seen,
     Surroundings,
     joined,
     only_roots,
     register,
 )
+from engine.spec.board import Board
 from engine.spec.late import Entries, LateEntries
 
 
@@ -60,10 +64,15 @@ class DraftModelDrafter:
             weights, target.ops, target.dtype, surroundings.positions, group=group, device=target.device
         )
         weights.close()
+        self.identity = self._model.identity
         self._pages = surroundings.pages
-        self._pool = self._model.new_pool(self._pages.total, self._pages.page_size)
+        self._pool = self._model.new_pool(self._pages.total + 1, self._pages.page_size)  # as the target's
         self._late = LateEntries(self._pages, target.device)
         self._drafted = np.zeros(surroundings.requests, dtype=np.int64)  # entries that the last `propose` wrote
+        device_ops = surroundings.device_ops
+        self.resident: Resident | None = (
+            None if device_ops is None else _ModelResident(self._model, self._pool, device_ops)
+        )
 
     def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
         """See `Drafter.add`."""
@@ -134,3 +143,28 @@ class DraftModelDrafter:
             mask_start=torch.full((len(rows),), -1, dtype=torch.int64),
             logit_rows=torch.from_numpy(logit_rows),
         )
+
+
+class _ModelResident(NothingResident):
+    """The same on a board: drafts are neither brought to the host nor taken from it."""
+
+    drafts = extends = True
+
+    def __init__(self, model: Llama, pool: KVPool, ops: DeviceOps) -> None:
+        self._model, self._pool, self._ops = model, pool, ops
+
+    def draft(self, board: Board, deepest: int) -> None:
+        """See `Resident.draft`."""
+        token, drafts = board.root, []
+        for i in range(deepest):
+            view = board.row_view(token, board.length + i, board.steps > i)
+            hidden, _ = self._model.hidden(view, self._pool)
+            token = self._ops.argmax(self._model.logits(hidden)).clamp(min=0)
+            drafts.append(token)
+        board.chain(torch.stack(drafts, dim=1), 1 + board.steps.clamp(max=deepest))
+
+    def extend(self, board: Board) -> None:
+        """See `Resident.extend`. Of what was accepted only a whole chain's last token has not been run."""
+        last = board.tokens.gather(1, board.steps.unsqueeze(1)).squeeze(1)
+        view = board.row_view(last, board.length + board.steps, board.accepted == board.steps + 1)
+        self._model.hidden(view, self._pool)

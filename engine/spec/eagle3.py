@@ -17,20 +17,25 @@ from torch import Tensor
 
 from engine.config import DRAFTERS, MOST_TOPK
 from engine.errors import ModelBroken, NothingNamed
+from engine.memory.pool import KVPool
 from engine.model.eagle3 import Eagle3Head
 from engine.model.head_file import fingerprint, load_head
-from engine.ops.base import View, rows_of
+from engine.ops.base import DeviceOps, View, rows_of, sent
 from engine.spec.base import (
     Asked,
     ChainBuilder,
     Check,
     DraftTree,
+    NothingResident,
+    Resident,
     Seen,
     Surroundings,
     joined,
     only_roots,
     register,
 )
+from engine.spec.board import Board
+from engine.spec.device_tree import DeviceCandidates
 from engine.spec.late import Entries, LateEntries
 from engine.spec.tree import Candidates
 
@@ -53,7 +58,7 @@ class Eagle3Drafter:
             raise ModelBroken(
                 f"draft_head: '{self.file}' drafts {loaded.shape.draft_vocab} tokens; at least {MOST_TOPK} are needed"
             )
-        self.about = loaded.about
+        self.about, self.identity = loaded.about, loaded.identity()
         told = loaded.about.get("check")
         self.check: Check | None = Check(told["prompt"], told["accept_length"]) if told else None
         self._head = Eagle3Head(
@@ -68,9 +73,15 @@ class Eagle3Drafter:
         )
         self.features: tuple[int, ...] = loaded.shape.layers
         self._ops = target.ops
-        self._pool = self._head.new_pool(self._pages.total, self._pages.page_size)
+        # As the target's, both have a place that is nobody's, for rounds that stay on a device.
+        self._pool = self._head.new_pool(self._pages.total + 1, self._pages.page_size)
         self._late = LateEntries(self._pages, target.device)
-        self._hidden = torch.zeros(surroundings.requests, loaded.shape.hidden, dtype=target.dtype, device=target.device)
+        sizes = (surroundings.requests + 1, loaded.shape.hidden)
+        self._hidden = torch.zeros(sizes, dtype=target.dtype, device=target.device)
+        device_ops = surroundings.device_ops
+        self.resident: Resident | None = (
+            None if device_ops is None else _Eagle3Resident(self._head, self._pool, self._hidden, device_ops)
+        )
 
     def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
         """See `Drafter.add`. What else it needs comes with the first `observe`."""
@@ -103,8 +114,7 @@ class Eagle3Drafter:
         view = self._view(rows, entries.owner, entries.tokens, positions, entries.first, entries.start)
         with torch.inference_mode():
             hidden = self._head.extend(entries.features, view, self._pool)
-            at = torch.from_numpy(rows).to(hidden.device)
-            self._hidden.index_copy_(0, at, rows_of(hidden, entries.start[1:] - 1))
+            self._hidden.index_copy_(0, sent(rows, hidden.device), rows_of(hidden, entries.start[1:] - 1))
 
     def release(self, rid: int) -> None:
         """See `Drafter.release`. A row's state is overwritten by its next owner."""
@@ -185,6 +195,69 @@ class Eagle3Drafter:
             logit_rows=torch.empty(0, dtype=torch.int64),
             mask_width=None if mask is None else torch.from_numpy(mask[2].astype(np.int32)),
         )
+
+
+class _Eagle3Resident(NothingResident):
+    """The same on a board: drafts are neither brought to the host nor taken from it."""
+
+    drafts = extends = True
+
+    def __init__(self, head: Eagle3Head, pool: KVPool, hidden: Tensor, ops: DeviceOps) -> None:
+        self._head, self._pool, self._hidden, self._ops = head, pool, hidden, ops
+        self._hot = head.hot.to(hidden.device)
+
+    def draft(self, board: Board, deepest: int) -> None:
+        """See `Resident.draft`."""
+        x = self._hidden.index_select(0, board.row)
+        if board.shape.topk == 1:
+            self._chains(x, board, deepest)
+        else:
+            self._trees(x, board, deepest)
+
+    def extend(self, board: Board) -> None:
+        """See `Resident.extend`."""
+        features = board.features.index_select(0, board.nodes())
+        hidden = self._head.extend(features, board.committed_view(), self._pool)
+        self._hidden.index_copy_(0, board.row, hidden.index_select(0, board.last()))
+
+    def _chains(self, x: Tensor, board: Board, deepest: int) -> None:
+        drafts: list[Tensor] = []
+        for i in range(deepest):
+            if i:
+                view = board.row_view(drafts[-1], board.length + (i - 1), board.steps > i)
+                x = self._head.step(x, view, self._pool)
+            ids = self._ops.argmax(self._head.logits(x)).clamp(min=0)
+            drafts.append(self._hot.index_select(0, ids))
+        board.chain(torch.stack(drafts, dim=1), 1 + board.steps.clamp(max=deepest))
+
+    def _trees(self, x: Tensor, board: Board, deepest: int) -> None:
+        r, k, device = board.requests, board.shape.topk, x.device
+        each, firsts = torch.arange(k, device=device), torch.arange(r, device=device).unsqueeze(1) * k
+        scores, beams = self._best(x, k)
+        candidates = DeviceCandidates(k, scores, beams)
+        x = x.repeat_interleave(k, 0)
+        seen = torch.zeros(r, k, k * max(1, deepest - 1), dtype=torch.bool, device=device)
+        for i in range(1, deepest):
+            seen[:, :, (i - 1) * k : i * k] |= each == each.unsqueeze(1)
+            behind = board.length.unsqueeze(1) + (i - 1) * k + each
+            view = board.view(
+                beams,
+                (board.length + (i - 1)).unsqueeze(1).expand(r, k),
+                board.slots(behind, (board.steps > i).unsqueeze(1)),
+                board.length,
+                seen[:, :, : i * k],
+                torch.full_like(board.length, i * k),
+            )
+            x = self._head.step(x, view, self._pool)
+            scores, tokens = self._best(x, k)
+            parent, beams = candidates.grow(scores.view(r, k, k), tokens.view(r, k, k))
+            seen = seen.gather(1, parent.unsqueeze(2).expand_as(seen))
+            x = x.index_select(0, (firsts + parent).reshape(-1))
+        candidates.select(board)
+
+    def _best(self, x: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+        scores, index = self._ops.best(self._head.logits(x), topk)
+        return scores, self._hot[index]
 
 
 def find_head(surroundings: Surroundings) -> Path:

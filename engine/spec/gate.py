@@ -51,6 +51,13 @@ class SpecGate:
                 self._switch(wanted)
         return self._shape.limited(self.current)
 
+    def shapes(self) -> tuple[DraftShape, ...]:
+        """All that `shape` can give, the deepest first."""
+        steps = set(self._steps)
+        if self._policy is not None:
+            steps |= {min(most, depth) for most in self._steps for depth in self._policy.depths}
+        return tuple(self._shape.limited(depth) for depth in sorted(steps, reverse=True))
+
     def observe(self, steps: int, verified: int, accepted: int) -> None:
         """A round drafted `steps` deep for `verified` requests, and so many drafts were right in all."""
         if self._policy is not None and verified:
@@ -77,6 +84,11 @@ class Adaptive:
         self._steps = num_steps
         self._average: float | None = None
         self._rounds = self._idle = 0
+
+    @property
+    def depths(self) -> frozenset[int]:
+        """All that `steps` can give."""
+        return frozenset(min(steps, self._most) for _, allowed in self._TABLE for steps in allowed)
 
     def steps(self, running: int) -> int:
         """For a round with this many running requests."""

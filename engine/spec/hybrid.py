@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from engine.config import DRAFTERS
-from engine.spec.base import Asked, Drafter, DraftTree, Seen, Surroundings, joined, make_drafter, register
+from engine.spec.base import Asked, Drafter, DraftTree, Resident, Seen, Surroundings, joined, make_drafter, register
+from engine.spec.board import Board
+from engine.spec.eagle3 import Eagle3Drafter
 
 
 @register("hybrid")
@@ -31,7 +33,15 @@ class HybridDrafter:
         floors = (self._first.alarm_floor, self._second.alarm_floor)
         self.alarm_floor = min((floor for floor in floors if floor), default=0.0)
         self.check = self._second.check
+        self.identity = f"{self._first.identity},{self._second.identity}"
         self.lookahead = max(self._first.lookahead, self._second.lookahead)
+        # Its entries for drafts are written again from the target's; a model's own would be of drafts that gave way.
+        whole = isinstance(self._second, Eagle3Drafter) and self._second.resident is not None
+        self.resident: Resident | None = (
+            _Both(self._first.resident, self._second.resident)
+            if whole and self._first.resident is not None and self._second.resident and self._first.resident.looks_up
+            else None
+        )
 
     def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
         """See `Drafter.add`."""
@@ -67,3 +77,29 @@ class HybridDrafter:
         """See `Drafter.release`."""
         self._first.release(rid)
         self._second.release(rid)
+
+
+class _Both:
+    """What is looked up on the host, and a head's drafts for the requests in which nothing is found."""
+
+    drafts = extends = looks_up = True
+
+    def __init__(self, first: Resident, second: Resident) -> None:
+        self._first, self._second = first, second
+
+    def draft(self, board: Board, deepest: int) -> None:
+        """See `Resident.draft`. The second drafts for all: who needs it is not known when a graph is captured."""
+        self._second.draft(board, min(deepest, board.shape.second_steps))
+        board.prefer_found()
+
+    def extend(self, board: Board) -> None:
+        """See `Resident.extend`."""
+        self._second.extend(board)
+
+    def look_up(self, rids: Sequence[int], steps: Sequence[int]) -> Sequence[Sequence[int]]:
+        """See `Resident.look_up`."""
+        return self._first.look_up(rids, steps)
+
+    def hear(self, rids: Sequence[int], emitted: Sequence[Sequence[int]]) -> None:
+        """See `Resident.hear`."""
+        self._first.hear(rids, emitted)

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.config import DRAFTERS
-from engine.spec.base import Asked, Check, DraftTree, Seen, Surroundings, register, roots_and_chains
+from engine.spec.base import (
+    Asked,
+    Check,
+    DraftTree,
+    NothingResident,
+    Resident,
+    Seen,
+    Surroundings,
+    register,
+    roots_and_chains,
+)
 
 
 class History:
@@ -56,11 +66,13 @@ class NgramDrafter:
     lookahead = 0
     alarm_floor = 0.0
     check: Check | None = None
+    identity = ""
 
     def __init__(self, surroundings: Surroundings) -> None:
         config = surroundings.config
         self._sizes = range(config.ngram_max, config.ngram_min - 1, -1)
         self._histories: dict[int, History] = {}
+        self.resident: Resident | None = _LookedUp(self._histories)
 
     def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
         """See `Drafter.add`."""
@@ -82,3 +94,22 @@ class NgramDrafter:
     def release(self, rid: int) -> None:
         """See `Drafter.release`."""
         self._histories.pop(rid, None)
+
+
+class _LookedUp(NothingResident):
+    """Chains that are looked up on the host and only verified on the device."""
+
+    looks_up = True
+
+    def __init__(self, histories: dict[int, History]) -> None:
+        self._histories = histories
+
+    def look_up(self, rids: Sequence[int], steps: Sequence[int]) -> Sequence[Sequence[int]]:
+        """See `Resident.look_up`."""
+        return [self._histories[rid].draft(n) if n else [] for rid, n in zip(rids, steps, strict=True)]
+
+    def hear(self, rids: Sequence[int], emitted: Sequence[Sequence[int]]) -> None:
+        """See `Resident.hear`."""
+        for rid, tokens in zip(rids, emitted, strict=True):
+            if rid in self._histories:
+                self._histories[rid].extend(tokens)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.config import DRAFTERS
-from engine.spec.base import Asked, Check, DraftTree, Seen, Surroundings, only_roots, register
+from engine.spec.base import (
+    Asked,
+    Check,
+    DraftTree,
+    NothingResident,
+    Resident,
+    Seen,
+    Surroundings,
+    only_roots,
+    register,
+)
 
 
 @register("none")
@@ -19,9 +29,11 @@ class NullDrafter:
     lookahead = 0
     alarm_floor = 0.0
     check: Check | None = None
+    identity = ""
 
     def __init__(self, surroundings: Surroundings) -> None:
         del surroundings
+        self.resident: Resident | None = NothingResident()
 
     def add(self, rid: int, row: int, tokens: Sequence[int]) -> None:
         """See `Drafter.add`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,7 @@ from engine.config import DraftShape
 from engine.ipc.messages import TokenLogprob
 from engine.memory.pool import KVPool, Pages
 from engine.model.llama import Llama
-from engine.ops.base import View, rows_of
+from engine.ops.base import View, rows_of, sent
 from engine.ops.rejection import keep_or_sample, probabilities
 from engine.ops.sampling import KEEP_STREAM, REST_STREAM, coins
 from engine.request import Request
@@ -126,8 +126,12 @@ class SpecRound:
         self._length = np.zeros(pages.rows, dtype=np.int64)
         self._bonus = np.zeros(pages.rows, dtype=np.int64)
         self.rejection = False
-        self.hidden = model.hidden  # or what stands in its place (engine.captured)
         self.stats = RoundStats()
+
+    def launch(self, work: Sequence[Work], shape: DraftShape) -> Callable[[], RoundResult]:
+        """Run it, or have it run; what it gives waits for the outcome, and may be called from another thread."""
+        result = self.run(work, shape)
+        return lambda: result
 
     def run(self, work: Sequence[Work], shape: DraftShape) -> RoundResult:
         """Run it. With penalties, `request.tokens` must hold all that earlier rounds emitted."""
@@ -175,7 +179,7 @@ class SpecRound:
         layout = self._lay_out(known, work, tree)
         view = self._view(work, layout, asked, tree)
         began = time.perf_counter()
-        hidden, features = self.hidden(view, self._pool, self.drafter.features)
+        hidden, features = self._model.hidden(view, self._pool, self.drafter.features)
         logits = self._model.logits(rows_of(hidden, view.logit_rows))
         forward_s = time.perf_counter() - began
         if not _greedy(work):
@@ -320,7 +324,7 @@ class SpecRound:
             return
         rows, base = asked.rows[request], asked.lengths[request]
         source, target = self._pages.slots(rows, base + local), self._pages.slots(rows, base + depth)
-        self._pool.move(torch.from_numpy(source), torch.from_numpy(target))
+        self._pool.move(*(sent(slots, self._model.device) for slots in (source, target)))
 
     def _seen(
         self, work: Sequence[Work], verified: _Verified, emitted: Sequence[Sequence[int]], shape: DraftShape

@@ -198,3 +198,48 @@ def test_a_segment_has_no_name_that_could_be_left_behind() -> None:
     before = set(Path("/dev/shm").iterdir())
     on_ranks(2, lambda crew: crew.group.all_reduce(torch.zeros(8)))
     assert set(Path("/dev/shm").iterdir()) == before
+
+
+class TestMscclpp:
+    """An installed MSCCL++ is taken by what it has, and what it lacks is said."""
+
+    @pytest.fixture(autouse=True)
+    def peers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("engine.collectives.mscclpp.without_peers", lambda place: None)
+
+    def reason(self) -> str | None:
+        return backend("mscclpp").unavailable(Place(2, "cuda"))
+
+    def installed(self, monkeypatch: pytest.MonkeyPatch, **parts: object) -> None:
+        import importlib.machinery
+        import sys
+        import types
+
+        for name in ("mscclpp", "mscclpp.ext"):
+            module = types.ModuleType(name)
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+            monkeypatch.setitem(sys.modules, name, module)
+        for name, part in parts.items():
+            setattr(sys.modules["mscclpp.ext"], name, part)
+
+    def test_that_it_is_not_installed(self) -> None:
+        assert "MSCCL++ is not installed" in (self.reason() or "")
+
+    def test_an_older_one_is_refused_with_what_it_lacks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.installed(monkeypatch)
+        assert "has no collection of algorithms" in (self.reason() or "")
+
+        class Older:
+            def build_default_algorithms(self, scratch_buffer, scratch_buffer_size, flag_buffer, rank):  # type: ignore[no-untyped-def]
+                ...
+
+        self.installed(monkeypatch, AlgorithmCollectionBuilder=Older)
+        assert "from flag_buffer, rank, scratch_buffer, scratch_buffer_size" in (self.reason() or "")
+
+    def test_one_that_is_known_can_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Known:
+            def build_default_algorithms(self, scratch_buffer, scratch_buffer_size, rank):  # type: ignore[no-untyped-def]
+                ...
+
+        self.installed(monkeypatch, AlgorithmCollectionBuilder=Known)
+        assert self.reason() is None

@@ -29,6 +29,7 @@ SPECS = [
 class LateInlineLane:
     """Deterministic overlap: work runs in the caller, but only when its result is asked for or more work comes."""
 
+    overlaps = True
     idle_s = 0.0
 
     def __init__(self) -> None:

@@ -204,6 +204,24 @@ def test_ranks_that_loaded_different_models_refuse_to_start(uneven: Path, tmp_pa
         on_ranks(2, work)
 
 
+def test_ranks_that_loaded_different_heads_refuse_to_start_and_to_switch(
+    uneven: Path, uneven_head: Path, tmp_path: Path
+) -> None:
+    other = tiny_head(build(settings(uneven)), tmp_path / "head.safetensors", seed=5)
+
+    def config(rank: int, *shape: object) -> EngineConfig:
+        return settings(uneven, SpecConfig(*shape, draft_head=str(other if rank else uneven_head)), tp=2)
+
+    with pytest.raises(RanksDisagree, match="rank 1 disagrees with rank 0 about the draft head or model"):
+        on_ranks(2, lambda crew: build(config(crew.group.rank, "eagle3", 3, 1, 4), crew))
+
+    def switch(crew: ThreadCrew) -> None:
+        reconfigure(build(config(crew.group.rank, "ngram", 3, 1, 4), crew), {"speculation": "eagle3"})
+
+    with pytest.raises(RanksDisagree, match="rank 1 has read another draft head or model"):
+        on_ranks(2, switch)
+
+
 def test_every_rank_is_told_of_and_the_exchange_too(uneven: Path) -> None:
     def work(core: Core) -> object:
         generate(core, PROMPTS)

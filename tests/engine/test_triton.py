@@ -208,6 +208,21 @@ def test_a_model_on_these_kernels_says_what_it_says_on_the_others(
     assert generate(core, [[1, 2, 3], [7]], max_tokens=3) == wanted
 
 
+@pytest.mark.skipif(GPU, reason="the device is played")
+def test_a_round_that_stays_on_a_device_is_the_same_on_these_kernels(tiny_model: Path, head_file: Path) -> None:
+    from tests.engine.played_device import Played, PlayedDevice
+
+    spec = SpecConfig("eagle3", 2, 2, 4, draft_head=str(head_file))
+    config = EngineConfig(model=str(tiny_model), dtype="float32", page_size=4, threads=1, spec=spec)
+    asked = {"max_tokens": 4, "temperature": 0.8, "seed": 3}
+    wanted = generate(build(config), [[1, 2, 3], [7]], **asked)
+    with Played() as mode:
+        device = PlayedDevice(mode, ops=TritonOps())
+        core = build(config, device=device)
+        assert generate(core, [[1, 2, 3], [7]], **asked) == wanted
+    assert device.fetches > 0
+
+
 @dtypes
 def test_parts_are_added_in_the_order_of_the_ranks_by_their_addresses(dtype: torch.dtype) -> None:
     from engine.ops.triton.sums import add_parts
@@ -255,6 +270,19 @@ class TestTuned:
         assert tuned.pick("a", [Tiling(keys=64), Tiling(keys=32)], run) == Tiling(keys=32)
         with pytest.raises(RuntimeError, match="none of 1 configurations"):
             tuned.pick("b", [Tiling(keys=64)], run)
+
+    def test_all_ranks_take_the_choice_of_rank_0(self, tmp_path: Path) -> None:
+        first, second = Tiling(keys=64), Tiling(keys=32)
+        asked: list[Tiling] = []
+
+        def exchange(mine: Tiling) -> list[Tiling]:
+            asked.append(mine)
+            return [first, mine]
+
+        tuned = Tuned("one", lambda call: 1.0, tmp_path, exchange)
+        for _ in range(2):
+            assert tuned.pick("a", [second, first], lambda tiling: None) == first
+        assert asked == [second]
 
     def test_a_damaged_cache_is_measured_again(self, tmp_path: Path) -> None:
         Tuned("one", lambda call: 1.0, tmp_path).pick("a", [Tiling()], lambda tiling: None)

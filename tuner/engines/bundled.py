@@ -39,6 +39,7 @@ _ALLREDUCE = (
     "nccl_symm",
     "flashinfer_fusion",
     "flashinfer_pcie_ipc",
+    "mscclpp",
 )
 _POLICIES = ("fixed", "adaptive")
 _CHAINS = ("ngram", "draft_model")

@@ -95,6 +95,20 @@ class TritonOps:
         """See `Ops.likeliest`."""
         return self._reference.likeliest(logits, count)
 
+    def best(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See `DeviceOps.best`."""
+        return self._reference.best(logits, count)
+
+    def sample(self, logits: Tensor, temperature: Tensor, coin: Tensor) -> Tensor:
+        """See `DeviceOps.sample`."""
+        return tokens.sample(logits, temperature, coin)
+
+    def accept(
+        self, drafts: Tensor, parent: Tensor, start: Tensor, chosen: Tensor, deepest: int, most: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `DeviceOps.accept`."""
+        return tokens.accept(drafts, parent, start, chosen, deepest, most)
+
 
 def _bucket(count: int) -> int:
     """Shapes alike enough to share a tiling."""

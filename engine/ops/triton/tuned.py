@@ -26,6 +26,8 @@ class Tuned:
             taken.
         measure: seconds that a call takes on the device.
         folder: where choices are kept.
+        exchange: every rank's value, by rank. All ranks ask for the same shapes in the same order, and take rank 0's
+            choice: with others, what all compute would differ in its last bits.
     """
 
     def __init__(
@@ -33,9 +35,11 @@ class Tuned:
         device: str | None,
         measure: Callable[[Callable[[], object]], float] | None = None,
         folder: Path | None = None,
+        exchange: Callable[[Any], Sequence[Any]] = lambda value: [value],
     ) -> None:
         self._measure = measure if device is not None else None
         self._chosen: dict[str, Any] = {}
+        self._exchange = exchange
         self._file: Path | None = None
         if device is not None:
             key = hashlib.sha256(f"{_VERSION}|{device}".encode()).hexdigest()[:16]
@@ -48,7 +52,8 @@ class Tuned:
         A candidate that cannot run there (too much shared memory) is passed over.
         """
         if shape not in self._chosen:
-            self._chosen[shape] = self._look_up(shape, candidates) or self._compare(shape, candidates, run)
+            mine = self._look_up(shape, candidates) or self._compare(shape, candidates, run)
+            self._chosen[shape] = self._exchange(mine)[0]
         chosen: T = self._chosen[shape]
         return chosen
 

@@ -119,6 +119,26 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(begin, victim: int) -> No
     assert time.monotonic() - began < 12
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("delay", [0.0, 1.0])
+def test_a_rank_that_is_stopped_while_the_others_start_is_named(start, model: Path, victim: int, delay: float) -> None:
+    server = start("real", model=str(model), dtype="float32", threads=1, tp=2, collective_timeout_s=2)
+    pids = server.wait_for(r"rank 0 is process (\d+), rank 1 process (\d+)", 60)
+    server.ranks = [int(pids[1]), int(pids[2])]
+    time.sleep(delay)
+    os.kill(server.ranks[victim], signal.SIGSTOP)
+    who = r"rank 0 hangs: it" if victim == 0 else "rank 1 of 2"
+    all_end(server, rf"{who} .process {server.ranks[victim]}. has been stopped for 5 s")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_while_nothing_runs_takes_the_server_down(begin) -> None:
+    server = begin()
+    os.kill(server.ranks[1], signal.SIGSTOP)
+    all_end(server, rf"rank 1 of 2 .process {server.ranks[1]}. has been stopped for 6 s")
+
+
 def test_the_server_killed_leaves_no_rank(begin) -> None:
     server = begin(3)
     os.kill(server.process.pid, signal.SIGKILL)
