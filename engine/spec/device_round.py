@@ -87,7 +87,9 @@ class DeviceRound(SpecRound):
     def _stays(self, w: Work, shape: DraftShape, resident: Resident) -> bool:
         """Whether nothing of it is the host's."""
         asked = w.request.sampling
-        if w.prompt or asked.changes_logits or asked.logprobs is not None:
+        said = len(w.request.tokens) - w.request.prompt_len
+        short = said < asked.min_tokens and bool(w.request.stop_ids)
+        if w.prompt or short or asked.changes_logits or asked.logprobs is not None:
             return False
         # Sampled drafts are kept or replaced by the host.
         return not (self.rejection and shape.num_steps and resident.drafts and asked.temperature > 0)

@@ -22,7 +22,7 @@ from engine.reconfigure import reconfigure
 from engine.spec.board import NO_TOKEN, Board
 from engine.spec.device_round import DeviceRound
 from engine.spec.round import Work
-from tests.engine.conftest import generate, tiny_head, tiny_llama
+from tests.engine.conftest import VOCAB, generate, tiny_head, tiny_llama
 from tests.engine.played_device import Played, PlayedCollective, PlayedDevice, There
 from tests.engine.threads_as_ranks import ThreadCrew, on_ranks
 
@@ -172,7 +172,7 @@ def test_overlap_queues_a_round_before_the_outcome_of_the_last_is_known(
 def test_rounds_that_leave_the_device_and_come_back_go_on_where_they_were(
     tiny_model: Path, spec_of: Callable[..., SpecConfig]
 ) -> None:
-    """Prompts that arrive late, log-probabilities and penalties are the host's."""
+    """Prompts that arrive late, log-probabilities, penalties and the first of so many tokens are the host's."""
     from engine.ipc.messages import SamplingParams, Submit
 
     asked = [
@@ -180,7 +180,7 @@ def test_rounds_that_leave_the_device_and_come_back_go_on_where_they_were(
         SamplingParams(max_tokens=8, logprobs=2),
         SamplingParams(max_tokens=15, temperature=1.0, seed=3),
         SamplingParams(max_tokens=6, presence_penalty=1.0),
-        SamplingParams(max_tokens=12),
+        SamplingParams(max_tokens=12, min_tokens=6, stop_token_ids=tuple(range(0, VOCAB, 3))),
     ]
 
     def run(core: Core) -> dict[int, list[int]]:
