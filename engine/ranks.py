@@ -39,7 +39,7 @@ _EXIT_S = 2.0
 _REACT_S = 3.0
 """Rank 0 reacts to a rank's last words within this time, or hangs."""
 _LOOK_S = 0.5
-_STOPPED_S = 3.0
+_STOPPED_S = 2 * _REACT_S
 """A process that is stopped for this long and the timeout is given up. An exchange that waits for it says so before."""
 
 

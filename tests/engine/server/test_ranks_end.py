@@ -129,14 +129,14 @@ def test_a_rank_that_is_stopped_while_the_others_start_is_named(start, model: Pa
     time.sleep(delay)
     os.kill(server.ranks[victim], signal.SIGSTOP)
     who = r"rank 0 hangs: it" if victim == 0 else "rank 1 of 2"
-    all_end(server, rf"{who} .process {server.ranks[victim]}. has been stopped for 5 s")
+    all_end(server, rf"{who} .process {server.ranks[victim]}. has been stopped for 8 s")
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_while_nothing_runs_takes_the_server_down(begin) -> None:
     server = begin()
     os.kill(server.ranks[1], signal.SIGSTOP)
-    all_end(server, rf"rank 1 of 2 .process {server.ranks[1]}. has been stopped for 6 s")
+    all_end(server, rf"rank 1 of 2 .process {server.ranks[1]}. has been stopped for 9 s")
 
 
 def test_the_server_killed_leaves_no_rank(begin) -> None:
