@@ -135,11 +135,13 @@ class Resident(Protocol):
     """The part of a drafter that runs on a device, on a board's memory alone, and never waits for it.
 
     `drafts`, `extends`: whether `draft` and `extend` do anything; `looks_up`: whether `look_up` and `hear` do.
+    `found_is_silent`: whether what is looked up says nothing about whether the drafter works.
     """
 
     drafts: bool
     extends: bool
     looks_up: bool
+    found_is_silent: bool
 
     def draft(self, board: Board, deepest: int) -> None:
         """Put trees on the board, at most so deep, and as deep as its steps allow."""
@@ -161,7 +163,7 @@ class Resident(Protocol):
 class NothingResident:
     """Of a drafter that has nothing to do on a device."""
 
-    drafts = extends = looks_up = False
+    drafts = extends = looks_up = found_is_silent = False
 
     def draft(self, board: Board, deepest: int) -> None:
         """See `Resident.draft`."""

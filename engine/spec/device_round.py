@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ class _Flight:
     steps: np.ndarray
     fetch: Callable[[], np.ndarray]
     marks: Sequence[Any]
+    silent: frozenset[int]
     result: RoundResult | None = None
 
 
@@ -69,7 +70,7 @@ class DeviceRound(SpecRound):
                 self._settle(None)  # what is looked up is looked up behind the newest tokens
             with torch.inference_mode():
                 flight = self._queue(device, shape, resident)
-        told = RoundResult({}, {}, {})
+        told = RoundResult({}, {}, {}, frozenset())
         if host:
             if any(w.request.row in known.rows for known in self._flying for w in host):
                 self._settle(None)
@@ -82,7 +83,8 @@ class DeviceRound(SpecRound):
     def _outcome(self, flight: _Flight, host: RoundResult) -> RoundResult:
         self._settle(flight)
         assert flight.result is not None
-        return RoundResult(host.emitted | flight.result.emitted, host.logprobs, host.prompt_logprobs)
+        told = flight.result
+        return RoundResult(host.emitted | told.emitted, host.logprobs, host.prompt_logprobs, host.silent | told.silent)
 
     def _stays(self, w: Work, shape: DraftShape, resident: Resident) -> bool:
         """Whether nothing of it is the host's."""
@@ -138,7 +140,8 @@ class DeviceRound(SpecRound):
         marks.append(self._device.mark())
         self.stats.rounds += 1
         self.stats.rows += count * board.rows
-        return _Flight(work, rows, steps, fetch, marks)
+        found = np.flatnonzero(given["found"]).tolist() if resident.found_is_silent else ()
+        return _Flight(work, rows, steps, fetch, marks, frozenset(work[i].request.rid for i in found))
 
     def _sampled(self, work: Sequence[Work], board: Board, logits: Tensor) -> Tensor:
         """The target's token at every node, int64 [R N], by the coins of the requests that want them."""
@@ -174,7 +177,8 @@ class DeviceRound(SpecRound):
 
     def _settle(self, last: _Flight | None) -> None:
         """Wait for rounds on their way, in their order, up to this one, or for all."""
-        while self._flying and (last is None or last.result is None):
+        spoilt: set[int] = set()
+        while self._flying and (spoilt or last is None or last.result is None):
             flight = self._flying.popleft()
             told = flight.fetch()
             self._time(flight.marks)
@@ -183,15 +187,25 @@ class DeviceRound(SpecRound):
                     f"rank {self._model.group.rank} has other draft tokens than rank 0: they do not compute the same "
                     "any more"
                 )
-            accepted = told[:, 1]
+            rows, sizes, accepted = flight.rows.tolist(), told[:, 2], told[:, 1].copy()
             emitted = [line[TOLD : TOLD + n] for line, n in zip(told.tolist(), accepted.tolist(), strict=True)]
-            self._length[flight.rows] = told[:, 0]
-            self._bonus[flight.rows] = [max(line[-1], 0) for line in emitted]
-            self._count(flight.steps, told[:, 2], accepted)
+            broken = [-1 in line and size > 1 for line, size in zip(emitted, sizes.tolist(), strict=True)]
+            again = np.array([bad or row in spoilt for bad, row in zip(broken, rows, strict=True)])
+            accepted[again] = 1
+            self._count(flight.steps, sizes, accepted)
+            sound = np.flatnonzero(~again)
+            self._length[flight.rows[sound]] = told[sound, 0]
+            self._bonus[flight.rows[sound]] = [max(emitted[i][-1], 0) for i in sound.tolist()]
             rids = [w.request.rid for w in flight.work]
             if self.drafter.resident is not None:
-                self.drafter.resident.hear(rids, emitted)
-            flight.result = RoundResult(dict(zip(rids, emitted, strict=True)), {}, {})
+                self.drafter.resident.hear([rids[i] for i in sound], [emitted[i] for i in sound])
+            found = dict(zip(rids, emitted, strict=True))
+            if again.any():
+                # A draft has spoilt what was computed beside it (see `SpecRound.run`), and what was queued behind that.
+                spoilt |= set(flight.rows[again].tolist())
+                work = [replace(w, steps=0) for w, bad in zip(flight.work, again.tolist(), strict=True) if bad]
+                found |= self.run(work, DraftShape()).emitted
+            flight.result = RoundResult(found, {}, {}, flight.silent)
 
     def _time(self, marks: Sequence[Any]) -> None:
         """Of a round whose outcome has come. The last mark is read with the next round's."""

@@ -38,7 +38,7 @@ class HybridDrafter:
         # Its entries for drafts are written again from the target's; a model's own would be of drafts that gave way.
         whole = isinstance(self._second, Eagle3Drafter) and self._second.resident is not None
         self.resident: Resident | None = (
-            _Both(self._first.resident, self._second.resident)
+            _Both(self._first.resident, self._second.resident, not self._first.alarm_floor)
             if whole and self._first.resident is not None and self._second.resident and self._first.resident.looks_up
             else None
         )
@@ -84,8 +84,8 @@ class _Both:
 
     drafts = extends = looks_up = True
 
-    def __init__(self, first: Resident, second: Resident) -> None:
-        self._first, self._second = first, second
+    def __init__(self, first: Resident, second: Resident, found_is_silent: bool) -> None:
+        self._first, self._second, self.found_is_silent = first, second, found_is_silent
 
     def draft(self, board: Board, deepest: int) -> None:
         """See `Resident.draft`. The second drafts for all: who needs it is not known when a graph is captured."""

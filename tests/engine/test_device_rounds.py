@@ -146,6 +146,29 @@ def test_what_a_branch_of_a_tree_has_stored_is_what_follows_read(
 
 
 @pytest.mark.parametrize("spec_version", ["v1", "v2"])
+def test_a_draft_that_makes_nan_is_done_without(
+    tiny_model: Path, spec_of: Callable[..., SpecConfig], spec_version: str
+) -> None:
+    wanted = generate(build(settings(tiny_model, SpecConfig())), PROMPTS, max_tokens=10)
+    bad = next(token for token in range(VOCAB) if not any(token in text for text in (*PROMPTS, *wanted)))
+    with playing(settings(tiny_model, spec_of("chain", spec_version=spec_version))) as (core, _, queued):
+        core.model.embedding.held[bad] = float("nan")  # type: ignore[attr-defined]
+        resident = core.drafter.resident
+        assert resident is not None
+        draft, made = resident.draft, list[int]()
+
+        def spoilt(board: Board, deepest: int) -> None:
+            draft(board, deepest)
+            if len(made) % 2:
+                board.tokens[:, 1].copy_(torch.where(board.size > 1, bad, NO_TOKEN))
+            made.append(bad)
+
+        resident.draft = spoilt  # type: ignore[method-assign]
+        assert generate(core, PROMPTS, max_tokens=10) == wanted
+        assert queued.rounds > 3
+
+
+@pytest.mark.parametrize("spec_version", ["v1", "v2"])
 def test_a_draft_model_that_is_always_right_sees_all_that_was_accepted(tiny_model: Path, spec_version: str) -> None:
     spec = SpecConfig("draft_model", 3, 1, 4, draft_model=str(tiny_model), spec_version=spec_version)
     wanted = generate(build(settings(tiny_model, SpecConfig())), PROMPTS, max_tokens=17)

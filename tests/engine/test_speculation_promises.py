@@ -46,6 +46,8 @@ class Parrot:
     lookahead = 0
     alarm_floor = 0.0
     check = None
+    identity = ""
+    resident = None
 
     def __init__(self, surroundings):
         pass
