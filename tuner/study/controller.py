@@ -18,6 +18,7 @@ from tuner.launch.kinds import failure as kind_failure
 from tuner.plain import plain
 from tuner.records import SHOWN, Block, Candidate, Failure, Gate, LaunchRecord
 from tuner.space import Listed
+from tuner.study.canary import next_canary, refuted, ruled_out
 from tuner.study.crashes import CrashesSeen, CrashMemory, crashes_seen, most_crashes
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData, StudyState
 from tuner.study.database import finite, storage_problem
@@ -67,7 +68,7 @@ from tuner.study.probe import NoAnswer, Probe, check
 from tuner.study.progress import Event, Observer, Silent
 from tuner.study.quality import ANSWERS, JUDGED, VETO, wanted
 from tuner.study.quality import verdicts as quality_verdicts
-from tuner.study.sampler import PATIENCE, Proposal, Proposer, draw_untried
+from tuner.study.sampler import PATIENCE, Proposal, Proposer, draw_untried, proposal_of
 from tuner.study.schedule import scheduled
 from tuner.study.score import FAILED, ILLEGAL, Score, score
 from tuner.study.store import AlreadyMeasured, StudyStore
@@ -342,7 +343,7 @@ class Controller:
         universe = self._reach(data, within)
         if universe is None:
             return False
-        left = universe.keys() - {trial.candidate_id for trial in data.trials}
+        left = universe.keys() - {trial.candidate_id for trial in data.trials} - self._hopeless(data)
         if not left or idle(data) < PATIENCE:
             return not left
         seen = self._crashes_seen(data)
@@ -361,7 +362,7 @@ class Controller:
         self._asked_of = seen
         if scheduled(data, lambda one: illegal(data.space, self.engine, one) is None) is not None:
             return data
-        why = self._proposer.fruitless(_tried(data), evidence_of(data), goal_of(data))
+        why = self._proposer.fruitless(_tried(data), evidence_of(data), goal_of(data), self._hopeless(data))
         if not why:
             return data
         self._event(FRUITLESS, why)
@@ -369,6 +370,13 @@ class Controller:
 
     def _crashes_seen(self, data: StudyData) -> CrashesSeen:
         return crashes_seen(data, self.crashes.elsewhere(data) if self.crashes is not None else ())
+
+    def _hopeless(self, data: StudyData) -> frozenset[str]:
+        """The candidates on a path whose canary failed."""
+        values = refuted(data)
+        if not values or self._universe is None:
+            return frozenset()
+        return frozenset(i for i, each in self._universe.items() if ruled_out(data, each.candidate, values))
 
     def _exhausted_here(self, data: StudyData) -> bool:
         launch = group(data, self.place) if self._hot else None
@@ -415,6 +423,9 @@ class Controller:
         elif self.crashes is not None and (known_crash := self.crashes.known(data, candidate)):
             self.store.trials.record("known_crash", candidate.id, proposal, FAILED, known_crash)
             self._say("known_crash", f"trial {number}: {described(candidate)} is not launched: {known_crash}")
+        elif self._universe is not None and (no_path := ruled_out(data, candidate, refuted(data))):
+            self.store.trials.record("known_crash", candidate.id, proposal, FAILED, no_path)
+            self._say("known_crash", f"trial {number}: {described(candidate)} is not launched: {no_path}")
         elif not drawn and (region := seen.region(candidate.settings)):
             self.store.trials.record("known_crash", candidate.id, proposal, FAILED, f"{region}, and none worked")
             self._say("known_crash", f"trial {number}: {described(candidate)} is not launched: {region}")
@@ -437,6 +448,8 @@ class Controller:
         if (first := self._first_of_stale(data, tried)) is not None:
             return first, False
         space, fixed = data.space, None
+        if step.within is None and self._universe is not None and (canary := next_canary(data, self._universe)):
+            return proposal_of(space, canary), False
         if step.within is not None:
             launched = data.candidates[data.launch[step.within].slot.candidate_id]
             fixed = cold_values(space, self._hot, launched)
@@ -447,13 +460,17 @@ class Controller:
         launch = data.launch[step.within] if step.within is not None else None
         costs = costs_of(data, self._hot, launch, stay=step.only)
         history = self.store.trials.history
-        proposal = self._proposer.propose(_tried(data), history, evidence_of(data), goal_of(data), costs, fixed)
+        hopeless = self._hopeless(data)
+        proposal = self._proposer.propose(
+            _tried(data), history, evidence_of(data), goal_of(data), costs, fixed, hopeless
+        )
         stray = step.only and step.within is not None and not self._in_reach(data, step.within, proposal.candidate)
         running = {trial.candidate_id for trial in data.trials if trial.running}
         stray = stray or proposal.candidate.id in running
         if not stray and idle(data) < (PATIENCE if step.within is None else STRAY):
             return proposal, False
-        left = {i: each for i, each in (self._reach(data, step.within) or {}).items() if i not in tried}
+        reach = self._reach(data, step.within) or {}
+        left = {i: each for i, each in reach.items() if i not in tried and i not in hopeless}
         regions = {i: seen.region(each.candidate.settings) for i, each in left.items()}
         if free := {i: each for i, each in left.items() if regions[i] is None}:
             left = free

@@ -104,6 +104,7 @@ class Proposer:
         goal: Goal | None = None,
         costs: Costs | None = None,
         fixed: Mapping[str, Any] | None = None,
+        hopeless: Collection[str] = (),
     ) -> Proposal:
         """The proposal for trial `len(tried)`, given all trials before it.
 
@@ -115,14 +116,15 @@ class Proposer:
             costs: what trying a candidate costs now, and which server runs: how the model weighs a launch.
             fixed: parameters that have this value wherever they are active, so that the search stays with a launch that
                 is up; for the samplers that know of no costs.
+            hopeless: candidates that are known not to work; Optuna's own samplers do not hear of them.
         """
         left: Listed | None = None
         if self._model is not None:
             self._tell_model(self._model, goal, costs)
             known = evidence if evidence is not None else evidence_of_trials(self.space, history())
-            left = self._model.choose(tried, known)
+            left = self._model.choose((*tried, *hopeless), known)
         elif self.space.sampler == "exhaustive" and self.universe is not None:
-            seen = frozenset(tried)
+            seen = frozenset((*tried, *hopeless))
             left = next((listed for i, listed in self.universe.items() if i not in seen), None)
         if left is not None:
             return proposal_of(self.space, left)
@@ -136,7 +138,7 @@ class Proposer:
         attrs = study.get_trials(deepcopy=False)[-1].system_attrs
         return Proposal(candidate, trial.params, trial.distributions, dict(attrs))
 
-    def fruitless(self, tried: Sequence[str], evidence: Evidence, goal: Goal) -> str:
+    def fruitless(self, tried: Sequence[str], evidence: Evidence, goal: Goal, hopeless: Collection[str] = ()) -> str:
         """Why more search cannot pay, in a sentence; "" while it can, or where the sampler does not know.
 
         The model has to say so twice: now, and without the candidate that was measured last.
@@ -151,7 +153,7 @@ class Proposer:
                 return ""
             # At equal cost for all: what it would be worth, not what it is worth by the minute.
             self._tell_model(self._model, goal, Costs(launch_s=0.0))
-            if self._model.choose(tried, known) is None or pays(self._model.last):
+            if self._model.choose((*tried, *hopeless), known) is None or pays(self._model.last):
                 return ""
         return (
             f"more search cannot pay: of no untried candidate does the model expect a gain of {100 * NEARLY:.1f} % or "
