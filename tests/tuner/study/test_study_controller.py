@@ -111,7 +111,8 @@ def test_an_exhausted_space_leaves_launches_for_the_best_at_each_level(tmp_path)
         steps = settings.get("num_steps", 0)
         return 100 * level * (1 + 0.1 * steps if level == 1 else 1.05 - 0.02 * steps if steps else 1)
 
-    data, _, _ = run(tmp_path, ToyMachine(speed=crossing), the_space=space(SPACE, "budget.launches=100"))
+    the_space = space(SPACE, "budget.launches=100")
+    data, _, _ = run(tmp_path, ToyMachine(speed=crossing), the_space=the_space, policy=Policy(fewest=99))
     found = recommendation(data)
     assert len(data.confirmations[0].finalists) >= 2
     assert found.per_concurrency[0].winner.settings["num_steps"] == 4

@@ -9,6 +9,17 @@ from tests.tuner.study.toy_study import ToyMachine, controller, study
 from tuner.study.interrupt import Interrupted, Interrupts
 
 
+@pytest.fixture(autouse=True)
+def as_a_shell_starts_it():
+    """A job in the background is started with some signals ignored, and what is ignored stays so."""
+    before = {
+        number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_becomes_an_exception_with_the_exit_code_of_a_shell(number, code):
     with pytest.raises(Interrupted) as interrupted, Interrupts().installed():
