@@ -308,6 +308,6 @@ def unknown_names(names: Iterable[str], valid: Iterable[str]) -> list[str]:
     for name in names:
         if name not in options:
             close = difflib.get_close_matches(name, options, n=1)
-            meant = f"; did you mean '{close[0]}'?" if close else ""
+            meant = f"; did you mean '{close[0]}'?" if close else "."
             found.append(f"{name}: is unknown{meant} Valid: {', '.join(options)}")
     return found

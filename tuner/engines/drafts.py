@@ -40,4 +40,7 @@ def _config(folder: str) -> dict[str, Any] | None:
         data = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return data if isinstance(data, dict) else None
+    if not isinstance(data, dict):
+        return None
+    text = data.get("text_config")  # where a model also sees or hears, its language model is described apart
+    return {**text, **data} if isinstance(text, dict) else data

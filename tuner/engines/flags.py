@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+TUNER = "the tuner itself"
+"""What says a flag that no setting says."""
+
 MIN_PREFIX = 4
 """Letters from which on a shortened flag counts as the whole one, as some parsers take it."""
 
@@ -62,6 +65,12 @@ def flags_of(arguments: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(flag for argument in arguments if (flag := flag_of(argument)) is not None))
 
 
+def _odd(argument: Any) -> bool:
+    if isinstance(argument, str):
+        return "\0" in argument
+    return isinstance(argument, bool) or not isinstance(argument, (int, float))
+
+
 def extra_problems(extra: Any, owned: Mapping[str, str]) -> list[str]:
     """What is wrong with a user's further arguments: the last of two equal flags would win unseen.
 
@@ -71,14 +80,22 @@ def extra_problems(extra: Any, owned: Mapping[str, str]) -> list[str]:
     """
     if not isinstance(extra, Sequence) or isinstance(extra, str):
         return ["extra: must be a list of arguments such as ['--some-flag', 'value']"]
-    found = []
-    for argument in map(str, extra):
+    found = [f"extra: {each!r} is no argument; valid: text in quotes, or a number" for each in extra if _odd(each)]
+    if found:
+        return found
+    for place, argument in enumerate(map(str, extra)):
         flag = flag_of(argument)
+        if flag is None and place == 0:
+            found.append(f"extra: '{argument}' stands behind no flag")
         if flag is None:
+            continue
+        if len(words := argument.partition("=")[0].split(maxsplit=1)) > 1:
+            found.append(f"extra: '{argument}' is one argument with a space in it; write '{words[0]}' by itself")
             continue
         for known, setting in owned.items():
             shortened = flag.startswith("--") and len(flag) >= 2 + MIN_PREFIX and known.startswith(flag)
             if flag == known or shortened:
-                found.append(f"extra: {argument.partition('=')[0]} is said by {setting}; say it there")
+                advice = "leave it out" if setting == TUNER else "say it there"
+                found.append(f"extra: {argument.partition('=')[0]} is said by {setting}; {advice}")
                 break
     return found

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -47,9 +48,11 @@ def located(program: Program) -> Path:
     """
     found = shutil.which(program.command[0])
     if found is None:
+        words = program.command[0].split()
+        several = f"; a program with words behind it is a list, [{', '.join(words)}]" if len(words) > 1 else ""
         raise EnvironmentBroken(
             f"{program.engine} is not here: '{program.command[0]}' is no program in PATH. "
-            f"{program.advice}, or say where it is with engine.args.program"
+            f"{program.advice}, or say where it is with engine.args.program{several}"
         )
     return Path(found)
 
@@ -61,11 +64,22 @@ def version(program: Program) -> str:
         EnvironmentBroken: it is not here, or does not tell.
     """
     path = located(program)
-    return _version(program, str(path), path.stat().st_mtime_ns)
+    answer = _version_or_why(program, str(path), path.stat().st_mtime_ns)
+    if isinstance(answer, EnvironmentBroken):
+        raise EnvironmentBroken(str(answer)) from answer
+    return answer
 
 
 @lru_cache
-def _version(program: Program, path: str, _changed: int) -> str:
+def _version_or_why(program: Program, path: str, _changed: int) -> str | EnvironmentBroken:
+    """Kept also where there is none: every candidate asks, and a program that hangs takes a minute."""
+    try:
+        return _version(program, path)
+    except EnvironmentBroken as error:
+        return error
+
+
+def _version(program: Program, path: str) -> str:
     if program.package is None:
         answer = _ask([path, "--version"], _VERSION_TIMEOUT_S)
         match = re.search(r"version: (\S+)(?: \((?:build (\d+), )?(?:commit )?(\w+)\))?", answer)
@@ -83,9 +97,15 @@ def _version(program: Program, path: str, _changed: int) -> str:
 
 
 def interpreter(path: Path) -> list[str]:
-    """What runs a program of Python: the interpreter of its first line, or itself."""
-    with path.open("rb") as file:
-        first = file.readline(512)
+    """What runs a program of Python: the interpreter that its first lines name, or itself."""
+    try:
+        with path.open("rb") as file:
+            first, second = file.readline(512), file.readline(4096)
+    except OSError:  # it may be run, but not read
+        return [str(path)]
+    if second.startswith(b"'''exec' "):  # installers write so where the interpreter's path is long or holds spaces
+        words = shlex.split(second.decode("utf-8", "replace").removeprefix("'''exec' "))
+        return words[:1]
     if first.startswith(b"#!"):
         words = first[2:].decode("utf-8", "replace").split()
         if words and Path(words[0]).name == "env":
@@ -93,6 +113,15 @@ def interpreter(path: Path) -> list[str]:
         if words and "python" in Path(words[0]).name:
             return words[:1]
     return [str(path)]
+
+
+def ask(program: Program, *arguments: str) -> str:
+    """What the program says to these arguments and then ends.
+
+    Raises:
+        EnvironmentBroken: it is not here, or does not end.
+    """
+    return _ask([str(located(program)), *arguments], _VERSION_TIMEOUT_S)
 
 
 def _ask(command: Sequence[str], timeout_s: float) -> str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tuner.engines import installed
+from tuner.engines.base import Resolution
 from tuner.engines.flags import Flag
 from tuner.engines.installed import Program
 from tuner.engines.neutral import SPECULATIVE, subset
 from tuner.engines.served import HUB_ID, ServedEngine, Told, command_of, owned
+from tuner.errors import EnvironmentBroken
+from tuner.records import LaunchRecord
 
 FLAGS: Mapping[str, Flag] = {
     "max_running_requests": Flag("--parallel"),
@@ -47,6 +52,7 @@ _TUNERS = (
     *("--host", "--port", "--model", "-m", "--hf-repo", "-hf", "-hfr", "--alias", "-a", "--metrics", "--slots"),
     *("--no-slots", "--fit", "-fit", "--cache-prompt", "--no-cache-prompt", "--cache-ram", "-cram", "--api-key"),
     *("--kv-unified", "--no-kv-unified", "-kvu", "-no-kvu"),
+    *("--api-key-file", "--api-prefix", "--ssl-key-file", "--ssl-cert-file"),
 )
 
 
@@ -184,7 +190,25 @@ class LlamaServerEngine(ServedEngine):
             return None if path.suffix == ".gguf" else f"'{model}' is no .gguf file"
         if HUB_ID.fullmatch(model) and not path.exists():
             return None
+        if model and path.is_dir():
+            return f"'{model}' is a folder; valid: a .gguf file, such as one in it"
         return f"'{model}' does not exist; valid: a .gguf file, or a hub id of one such as ggml-org/gemma-3-1b-it-GGUF"
+
+    def check_draft(self, named: str) -> str | None:
+        """See `ServedEngine.check_draft`."""
+        return self.check_model(named)
+
+    def resolved(self, args: Mapping[str, Any], records: Sequence[LaunchRecord]) -> Resolution:
+        """See `Installed.resolved`. Without a GPU that it can use, llama-server ignores `gpu_layers` in silence.
+
+        Raises:
+            EnvironmentBroken: layers are to be on a GPU, and it lists none.
+        """
+        if any(record.expected.get("gpu_layers", 0) != 0 for record in records):
+            _, heading, devices = installed.ask(self.program(args), "--list-devices").partition("Available devices:")
+            if heading and not re.search(r"^\s+\S+: ", devices, re.MULTILINE):
+                raise EnvironmentBroken("gpu_layers: this llama-server lists no GPU that it can use")
+        return Resolution()
 
 
 def _types(slot: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from tuner.engines.base import (
     unknown_names,
     value_problems,
 )
-from tuner.engines.flags import extra_problems
+from tuner.engines.flags import TUNER, extra_problems
 from tuner.engines.installed import Program
 from tuner.engines.neutral import SPECULATIVE
 from tuner.engines.speculation import shape_problems
@@ -92,11 +93,10 @@ class ServedEngine(ABC):
     def problems(self, args: Mapping[str, Any], settings: Mapping[str, Setting]) -> list[str]:
         """See `Engine.problems`."""
         values = {**{name: value for name, value in args.items() if name not in OWN}, **settings}
-        found = duplicates(args, settings) + unknown_names(values, self.settings)
+        found = duplicates(args, settings) + unknown_names(args, [*self.settings, *OWN])
+        found += unknown_names(settings, self.settings)
         found += value_problems(values, self.settings)
-        found += extra_problems(args.get("extra", []), self.owned)
-        if isinstance(program := args.get("program", "x"), (list, tuple)) and not program:
-            found.append("program: is empty; name the engine's program")
+        found += extra_problems(args.get("extra", []), self.owned) + _own_words(args)
         if found:
             return found
         found = shape_problems(values, self.chains, SPECULATIVE)
@@ -196,6 +196,10 @@ class ServedEngine(ABC):
         """See `Engine.check_model`."""
         return folder_problem(model)
 
+    def check_draft(self, named: str) -> str | None:
+        """A sentence when a head or draft model is nothing that the engine could load."""
+        return folder_problem(named)
+
     def _here(self, args: Mapping[str, Any]) -> str | None:
         """The version that is installed; None where there is none, or it is broken: `version` says so."""
         try:
@@ -207,7 +211,22 @@ class ServedEngine(ABC):
 def command_of(args: Mapping[str, Any], default: str, *behind: str) -> tuple[str, ...]:
     """The words before an engine's flags: `engine.args.program`, one program or the whole beginning as a list."""
     program = args.get("program", default)
-    return tuple(map(str, program)) if isinstance(program, (list, tuple)) else (str(program), *behind)
+    first, *further = program if isinstance(program, (list, tuple)) else (program, *behind)
+    return (os.path.expanduser(first), *further)
+
+
+def _own_words(args: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the program and the version."""
+    found = []
+    program = args.get("program", "x")
+    words = program if isinstance(program, (list, tuple)) else [program]
+    if not words or words[0] == "":
+        found.append("program: is empty; name the engine's program")
+    elif not all(isinstance(word, str) and "\0" not in word for word in words):
+        found.append(f"program: {program!r} is not valid; valid: a program, or a list of words that begins with one")
+    if not isinstance(version := args.get("version", ""), str):
+        found.append(f"version: {version!r} is not text; write it in quotes, as in '0.5.23'")
+    return found
 
 
 def place(model: str) -> tuple[str, str]:
@@ -243,4 +262,4 @@ def _said(name: str, value: str | None) -> str:
 def owned(settings: Mapping[str, Sequence[str]], tuner: Sequence[str]) -> dict[str, str]:
     """Flag → what says it, for `ServedEngine.owned`."""
     found = {flag: f"engine.args.{name}" for name, flags in settings.items() for flag in flags}
-    return {**found, **dict.fromkeys(tuner, "the tuner itself")}
+    return {**found, **dict.fromkeys(tuner, TUNER)}

@@ -97,7 +97,10 @@ class SglangEngine(ServedEngine):
     owned: ClassVar[Mapping[str, str]] = {
         **owned(
             {name: [n for n in flag.names if n not in _ONE_SIDED] for name, flag in {**FLAGS, **SPEC_FLAGS}.items()},
-            ("--host", "--port", "--model-path", "--model", "--served-model-name", "--enable-metrics", "--api-key"),
+            (
+                *("--host", "--port", "--model-path", "--model", "--served-model-name", "--enable-metrics"),
+                *("--api-key", "--admin-api-key", "--ssl-keyfile", "--ssl-certfile"),
+            ),
         ),
         "--tensor-parallel-size": "engine.args.tp",
         "--tp": "engine.args.tp",

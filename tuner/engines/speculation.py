@@ -60,7 +60,8 @@ def shape_problems(values: Mapping[str, Any], chains: tuple[str, ...], own: tupl
     """
     if values.get("speculation", "none") == "none":
         idle = [name for name in own if name in values and name != "speculation"]
-        return [f"{name}: has no meaning while speculation is 'none'; leave it out" for name in idle]
+        advice = "leave it out, or make it a parameter with when: speculation != 'none'"
+        return [f"{name}: has no meaning while speculation is 'none'; {advice}" for name in idle]
     if "num_steps" not in values:
         return ["num_steps: is needed with speculation; valid: a whole number from 1 to 8"]
     found: list[str] = []

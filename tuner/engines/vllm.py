@@ -91,7 +91,10 @@ class VllmEngine(ServedEngine):
     owned: ClassVar[Mapping[str, str]] = {
         **owned(
             {name: flag.names for name, flag in FLAGS.items()},
-            ("--host", "--port", "--model", "--served-model-name", "--uds", "--api-key"),
+            (
+                *("--host", "--port", "--model", "--served-model-name", "--uds", "--api-key", "--headless", "--grpc"),
+                *("--ssl-keyfile", "--ssl-certfile"),
+            ),
         ),
         "-tp": "engine.args.tp",
         "-q": "engine.args.quantization",

@@ -108,14 +108,20 @@ def _candidates(space: Space) -> list[Candidate]:
 
 
 def _drafts(space: Space, records: list[LaunchRecord]) -> list[str]:
+    from tuner.engines.base import get_engine
     from tuner.engines.drafts import misfit
+    from tuner.engines.served import ServedEngine
 
+    engine = get_engine(space.kind)
+    check = engine.check_draft if isinstance(engine, ServedEngine) and space.container is None else None
     found = []
     for drafter, name in (("eagle3", "draft_head"), ("draft_model", "draft_model")):
         used = {
             str(r.expected[name]) for r in records if r.expected.get("speculation") == drafter and name in r.expected
         }
-        found += [f"{name}: {why}" for draft in sorted(used) if (why := misfit(space.model, draft, drafter))]
+        for draft in sorted(used):
+            if why := (check(draft) if check else None) or misfit(space.model, draft, drafter):
+                found.append(f"{name}: {why}")
     return found
 
 

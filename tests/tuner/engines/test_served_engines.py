@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from tuner.engines import table
 from tuner.engines.allreduce import doubt, linked
-from tuner.engines.base import get_engine
+from tuner.engines.base import Resolution, get_engine
+from tuner.engines.drafts import misfit
 from tuner.engines.flags import Flag, extra_problems, flag_of, flags_of, json_text
-from tuner.engines.installed import parse_help, unknown_flags
+from tuner.engines.installed import interpreter, parse_help, unknown_flags
 from tuner.engines.speculation import depths
 from tuner.engines.versions import known, nearest
 from tuner.errors import EnvironmentBroken, UsageError
@@ -276,12 +277,40 @@ class TestLlamaServer:
         ),
         ("sglang", {"speculation": "none"}, {"extra": ["--speculative-algo", "NGRAM"]}, "engine.args.speculation"),
         ("sglang", {"speculation": "none"}, {"extra": "--x"}, "must be a list"),
+        ("vllm", {"speculation": "none"}, {"extra": ["--max-num-seqs 64"]}, "is one argument with a space in it"),
+        ("vllm", {"speculation": "none"}, {"extra": ["other-model", "--x"]}, "'other-model' stands behind no flag"),
+        ("vllm", {"speculation": "none"}, {"extra": ["--ssl-keyfile=k"]}, "the tuner itself; leave it out"),
+        ("sglang", {"speculation": "none"}, {"extra": ["--ssl_keyfile", "k"]}, "the tuner itself; leave it out"),
+        ("llama_server", {"speculation": "none"}, {"extra": ["--api-prefix", "/x"]}, "the tuner itself; leave it out"),
+        ("sglang", {"speculation": "none", "program": "x"}, {}, "program: is unknown"),
+        ("sglang", {"speculation": "none"}, {"progam": "x"}, "did you mean 'program'?"),
+        ("sglang", {"speculation": "none"}, {"flash_attention": "on"}, "flash_attention: is unknown. Valid: "),
     ],
 )
 def test_what_cannot_work_is_said_with_the_setting_to_blame(kind: str, settings: dict, args: dict, said: str) -> None:
     assert said in problems(kind, settings, **args)
     with pytest.raises(UsageError):
         record(kind, settings, **args)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"version": 0.32}, "version: 0.32 is not text"),
+        ({"version": ["0.32"]}, "is not text"),
+        ({"program": 5}, "program: 5 is not valid"),
+        ({"program": {"path": "x"}}, "program: "),
+        ({"program": ["x", None]}, "program: "),
+        ({"program": ""}, "program: is empty"),
+        ({"extra": ["--x", None]}, "None is no argument"),
+        ({"extra": ["--x", True]}, "True is no argument"),
+        ({"extra": ["--x", {"a": 1}]}, "is no argument"),
+        ({"extra": ["--x", "a\0b"]}, "is no argument"),
+    ],
+)
+def test_words_of_the_engine_that_are_no_words_are_problems(kind: str, args: dict, said: str) -> None:
+    assert said in problems(kind, {"speculation": "none"}, **args)
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
@@ -353,6 +382,7 @@ def test_an_unknown_version_works_from_the_nearest_and_says_so(version: str | No
     assert data.version == "0.5.23"
     assert note
     assert nearest("vllm", "0.32.0+cpu")[1] is None
+    assert nearest("vllm", "0.32")[1] is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -405,6 +435,73 @@ def test_a_broken_engine_is_told_from_a_missing_one(tmp_path: Path, monkeypatch:
         get_engine("llama_server").version({"program": broken})  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_engine_is_asked_once_however_many_candidates_ask(kind: str, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    args = {**ARGS[kind], "program": script(tmp_path / "x", f"#!/bin/sh\necho asked >> {asked}\n")}
+    del args["version"]
+    for _ in range(3):
+        assert get_engine(kind).problems(args, {"speculation": "none"}) == []
+        with pytest.raises(EnvironmentBroken):
+            get_engine(kind).version(args)  # type: ignore[call-arg]
+    assert asked.read_text() == "asked\n"
+
+
+def test_the_interpreter_of_a_program_is_found_where_its_path_is_too_long_for_the_first_line(tmp_path: Path) -> None:
+    long = script(tmp_path / "vllm", "#!/bin/sh\n'''exec' \"/a place/bin/python\" \"$0\" \"$@\"\n' '''\nimport sys\n")
+    assert interpreter(Path(long)) == ["/a place/bin/python"]
+    assert interpreter(Path(script(tmp_path / "plain", "#!/opt/x/bin/python3 -sE\n"))) == ["/opt/x/bin/python3"]
+    other = script(tmp_path / "other", "#!/bin/sh\nexec other\n")
+    assert interpreter(Path(other)) == [other]
+
+
+def test_a_program_in_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert record("llama_server", {"speculation": "none"}, program="~/x").argv[0] == f"{tmp_path}/x"
+    assert record("llama_server", {"speculation": "none"}, program=["~/x", "serve"]).argv[0] == f"{tmp_path}/x"
+
+
+def test_a_command_line_in_place_of_a_program_is_said_to_be_a_list() -> None:
+    with pytest.raises(EnvironmentBroken, match=r"is a list, \[no-such-python, -m, vllm\]"):
+        get_engine("vllm").version({"program": "no-such-python -m vllm"})  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("layers", ["all", 12, 0, None])
+@pytest.mark.parametrize("listed", ["  (none)", "  CUDA0: NVIDIA H200 (143771 MiB, 143000 MiB free)", ""])
+def test_layers_for_a_gpu_that_llama_server_does_not_list_are_missing_hardware(
+    layers: Any, listed: str, tmp_path: Path
+) -> None:
+    program = script(tmp_path / "llama-server", f"#!/bin/sh\necho 'Available devices:'\necho '{listed}'\n")
+    args = {"program": program}
+    launch = record("llama_server", {"speculation": "none", **({"gpu_layers": layers} if layers is not None else {})})
+    if layers and "CUDA" not in listed:
+        with pytest.raises(EnvironmentBroken, match="gpu_layers"):
+            get_engine("llama_server").resolved(args, [launch])  # type: ignore[attr-defined]
+    else:
+        assert get_engine("llama_server").resolved(args, [launch]) == Resolution()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_that_is_not_there_is_told_from_one_that_is(kind: str, tmp_path: Path) -> None:
+    engine: Any = get_engine(kind)
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text("{}")
+    (tmp_path / "head.gguf").write_text("")
+    good, bad = tmp_path / "head", tmp_path / "head.gguf"
+    good, bad = (bad, good) if kind == "llama_server" else (good, bad)
+    assert engine.check_draft(str(good)) is None
+    assert engine.check_draft("org/head") is None
+    assert "valid: " in engine.check_draft(str(bad))
+    assert "does not exist" in engine.check_draft(str(tmp_path / "nothing"))
+
+
+def test_a_draft_is_held_against_the_language_model_of_one_that_also_sees(tmp_path: Path) -> None:
+    for name, config in {"t": {"text_config": {"vocab_size": 99}}, "d": {"vocab_size": 7}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert "7 tokens" in str(misfit(str(tmp_path / "t"), str(tmp_path / "d"), "draft_model"))
+
+
 def test_help_is_read_by_the_heads_of_its_entries_alone() -> None:
     text = (
         "usage: x [--inner A]\n"
@@ -448,7 +545,7 @@ class TestFlags:
     def test_an_extra_argument_that_repeats_an_owned_one_is_always_found(self, owned: list[str], data: Any) -> None:
         flag = data.draw(st.sampled_from(owned))
         said = data.draw(st.sampled_from([flag, flag + "=1", "--" + flag[2:].replace("-", "_")]))
-        assert extra_problems(["value", said], dict.fromkeys(owned, "engine.args.x"))
+        assert extra_problems(["--zz", "value", said], dict.fromkeys(owned, "engine.args.x"))
         assert extra_problems(["--zz-other", "1"], dict.fromkeys(owned, "engine.args.x")) == [] or "--zz-other" in owned
 
 

@@ -120,3 +120,12 @@ def test_a_draft_that_does_not_fit_is_found_before_a_launch(
     refused = preflight(read_space(str(file), changes)).refused
     assert (refused == ()) == (said is None)
     assert said is None or said in refused[0]
+
+
+def test_a_draft_that_is_not_there_is_found_before_a_launch_unless_a_container_has_it(tmp_path: Path) -> None:
+    text = find_space("sglang_single_gpu.yaml").read_text(encoding="utf-8")
+    file = tmp_path / "s.yaml"
+    file.write_text(text.replace("AngelSlim/Qwen3-8B_eagle3", "/no/such/head"), encoding="utf-8")
+    (refused,) = preflight(read_space(str(file))).refused
+    assert refused.startswith("draft_head: '/no/such/head' does not exist; valid: ")
+    assert preflight(read_space(str(file), ("engine.container.image=lmsysorg/sglang:v0.5.23",))).refused == ()

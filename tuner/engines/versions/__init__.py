@@ -102,7 +102,7 @@ def nearest(engine: str, version: str | None) -> tuple[Known, str | None]:
         newest = list(versions.values())[-1]
         return newest, f"the version of {engine} cannot be told; the rules of {newest.version} are used"
     for number, data in versions.items():
-        if numbers(number) == wanted:
+        if not any(_distance(numbers(number), wanted)):
             return data, None
     close = min(versions.values(), key=lambda data: _distance(numbers(data.version), wanted))
     return close, f"{engine} {version} is not known; the rules of {close.version}, the nearest, are used"
