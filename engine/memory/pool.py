@@ -71,7 +71,8 @@ class Pages:
     def __init__(self, pages: int, page_size: int, requests: int, context_length: int) -> None:
         self.page_size = page_size
         per_request = -(-context_length // page_size)
-        self._array = np.zeros((requests, per_request), dtype=np.int32)
+        # Beyond a row's pages stands the one behind the last, which is nobody's: what is written there is lost.
+        self._array = np.full((requests, per_request), pages, dtype=np.int32)
         self.table = torch.from_numpy(self._array)
         self._count = [0] * requests
         self._free_pages = list(range(pages - 1, -1, -1))
@@ -173,6 +174,7 @@ class Pages:
                     self._cached[page] = None
                 else:
                     self._free_pages.append(page)
+        self._array[row] = self._total
         self._count[row] = 0
         self._free_rows.append(row)
 
@@ -193,7 +195,10 @@ class Pages:
         self.forget(page)
 
     def slots(self, rows: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Slots, int64 [n], of logical positions `at` of table rows `rows` (both int [n])."""
+        """Slots, int64 [n], of logical positions `at` of table rows `rows` (both int [n]).
+
+        Positions for which a row has no page yet lie in a page behind all others, which a pool for drafts has to have.
+        """
         pages = self._array[rows, at // self.page_size].astype(np.int64)
         return pages * self.page_size + at % self.page_size
 

@@ -72,7 +72,7 @@ class LateEntries:
     def __init__(self, pages: Pages, device: torch.device) -> None:
         """`device`: of the drafter. Nothing is put off on a GPU, whose memory is the pool's."""
         self._pages, self._waits = pages, device.type == "cpu"
-        slots = pages.total * pages.page_size
+        slots = (pages.total + 1) * pages.page_size  # with the page that is nobody's
         self._late = np.zeros(slots, dtype=bool)
         self._tokens = np.zeros(slots, dtype=np.int64)
         # [slots] of all bytes of an entry's features, once some are late; memory is touched where they are. Copied by

@@ -28,6 +28,13 @@ class PagesMachine(RuleBasedStateMachine):
         assert row not in self.tokens
         self.tokens[row] = 0
 
+    @invariant()
+    def what_a_row_has_no_page_for_is_nobodys(self) -> None:
+        """A request that is drafted for beyond its pages must not reach what was once its own."""
+        for row, tokens in self.tokens.items():
+            at = np.arange(-(-tokens // SIZE) * SIZE, LONGEST)
+            assert (self.pages.slots(np.full(len(at), row), at) // SIZE == PAGES).all()
+
     @precondition(lambda self: self.tokens)
     @rule(pick=st.integers(0, ROWS), tokens=st.integers(0, LONGEST))
     def grow(self, pick: int, tokens: int) -> None:
