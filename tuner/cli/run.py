@@ -218,7 +218,8 @@ def conclude(
         what = "the baseline:" if found.overall.winner is None else "the winner:"
         one = " --candidate ID" if data.space.objective.maximize == "pareto" and len(pareto_set(data)) > 1 else ""
         what = "one of the set:" if one else what
-        say(f"Deploy {what:<14} tuner export {data.name} --format shell --output DIR{one}{where}")
+        marked = " --allow-simulated" if found.simulated else ""
+        say(f"Deploy {what:<14} tuner export {data.name} --format shell --output DIR{one}{marked}{where}")
         if found.overall.winner is None:
             say(f"Search on:            tuner resume {data.name} --more 8{where}")
     if why := output_lost():

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from tuner.study.store import StudyStore
 
 
+FEW_BLOCKS = 1000
+"""A decision is worked out for a study of so many blocks; of thousands it would take seconds."""
+
+
 def command(study: options.Study, storage: options.Storage = None) -> None:
     """Show counts per state and failure class, the incumbent, and the time spent and left."""
     from contextlib import closing
@@ -29,6 +33,8 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
         with store.engine.connect() as connection:
             data = glance(connection, store.name, store.trials.outline(), working=bool(workers))
         pareto = _pareto_set(store) if data.space["objective"]["maximize"] == "pareto" else ""
+        done = data.state == "done" and data.summary.blocks <= FEW_BLOCKS
+        decision = _decision(store) if done else ""
         now = store.clock()
     found = data.summary
     state: str = data.state
@@ -55,6 +61,8 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
     if found.incumbent is not None:
         best = found.incumbent
         say(f"incumbent:   {described(best.candidate)}: {change(best.value)} in the search, unconfirmed")
+    if decision:
+        say(f"decision:    {decision}")
     if pareto:
         say(pareto)
     for line in _places(data, workers, now):
@@ -64,6 +72,18 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
     for kind, message in data.events:
         if message:
             say(f"  {kind}: {message}")
+
+
+def _decision(store: StudyStore) -> str:
+    """The decision over all levels; it needs every record."""
+    from tuner.judge.text import verdict_phrase
+    from tuner.study.decide import recommendation
+    from tuner.study.words import described
+
+    overall = recommendation(store.data()).overall
+    if overall.winner is None or overall.verdict is None:
+        return f"no winner overall: keep the baseline; levels by tuner recommend {store.name}"
+    return f"{described(overall.winner)}: {verdict_phrase(overall.verdict)}, confirmed"
 
 
 def _pareto_set(store: StudyStore) -> str:

@@ -36,6 +36,9 @@ from tuner.study.world import RunningServer, World, api_key
 HISTORY = "verified.jsonl"
 """Beside an export: every verification of it, one JSON object a line."""
 
+WIDE = 0.15
+"""A tolerance above this hides losses that a person would want to know of, which is then said."""
+
 Outcome = Literal["holds", "does not hold", "different machine"]
 
 EXIT: Mapping[Outcome, int] = {"holds": 0, "does not hold": 1, "different machine": 3}
@@ -182,6 +185,12 @@ def _judged(
         f"({100 * (each.ratio - 1):+.1f} %; noise explains {100 * each.tolerance:.1f} %)"
         for each in levels
         if each.outcome == "slower"
+    ]
+    found.unknown += [
+        f"a loss of less than {100 * each.tolerance:.0f} % at concurrency {each.concurrency}: launches of one "
+        "configuration differ by that much here; --launches 4 would show a smaller one"
+        for each in levels
+        if each.outcome == "holds" and each.tolerance > WIDE
     ]
     if runs and runs[0].effective is None:
         found.unknown.append("the settings in effect: the server does not tell them")

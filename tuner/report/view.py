@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
+from tuner.judge.quality import Quality
 from tuner.records import SEARCH, Block, Failure, Recommendation, Role, Setting, Verdict
 from tuner.report import evidence as ev
 from tuner.report.importance import Effect, Importance, effects, importances
@@ -18,6 +19,7 @@ from tuner.study.looks import OUT
 from tuner.study.places import PlaceShare, shares
 from tuner.study.planner import launches_used
 from tuner.study.policy import policy_of
+from tuner.study.quality import verdicts as answers
 from tuner.study.score import level_ratios, weights
 
 Standing = Literal[
@@ -140,6 +142,7 @@ class StudyView:
     rules: tuple[tuple[str, str], ...]
     baseline_id: str
     shown: tuple[str, ...]
+    answers: Mapping[str, Quality]
     evidence: tuple[ev.Evidence, ...]
     latencies: tuple[ev.LatencyChange, ...]
     acceptance: tuple[ev.Acceptance, ...]
@@ -208,6 +211,7 @@ def study_view(data: StudyData) -> StudyView:
         rules=tuple((rule.forbid.text, rule.because) for rule in data.space.rules),
         baseline_id=data.baseline.id,
         shown=shown,
+        answers=answers(data),
         evidence=ev.evidence(data),
         latencies=ev.latencies(data, shown),
         acceptance=ev.acceptance(data, shown),

@@ -11,7 +11,7 @@ from typing import Any
 from tuner.errors import UsageError
 from tuner.space.check import Checker, Outside
 from tuner.space.document import Document, parse_scalar, read_document
-from tuner.space.problems import SpaceProblems, unknown
+from tuner.space.problems import SpaceProblems, nearest
 from tuner.space.space import Space
 
 SHARE = "share/spec-tuner/search_spaces"
@@ -59,7 +59,9 @@ def find_space(path_or_name: str | Path) -> Path:
                 return Path(name)
             if name in ships:
                 return ships[name]
-    raise UsageError(f"there is no space file {path}. " + unknown(path.name, ships).replace("Valid:", "Shipped:"))
+    close = nearest(path.name, ships)
+    meant = f"; did you mean '{close}'?" if close else "."
+    raise UsageError(f"there is no space file {path}{meant} Shipped: {', '.join(ships)}")
 
 
 def load_space(path_or_name: str | Path, overrides: Sequence[str] = (), outside: Outside | None = None) -> Space:

@@ -52,6 +52,11 @@ def recommendation(data: StudyData) -> Recommendation:
     notes += quality_notes(data)
     notes += [each.sentence for each in place_differences(data)]
     notes += _objective_notes(data)
+    if found.overall.winner is not None and not any(choice.winner for choice in found.per_concurrency):
+        notes.append(
+            "Overall there is a winner, and at no single level: a launch's mean over the levels is steadier than its "
+            "figure at one of them. Deploy the winner overall."
+        )
     return replace(found, advice=(*notes, *found.advice)) if notes else found
 
 

@@ -122,6 +122,7 @@ def test_list_and_status_show_where_a_study_stands(machine):
     assert re.search(r"failures: +none", status)
     place = rf"^place: +{re.escape(hostname())}: 5 launches, 10 blocks.*no worker; last heard of"
     assert re.search(place, status, re.M)
+    assert re.search(r"^decision: +no winner overall: keep the baseline", status, re.M)
 
 
 def test_status_names_the_workers_that_are_alive(machine):

@@ -102,6 +102,21 @@ def test_a_server_that_does_what_was_measured_holds_and_each_time_is_kept(out: P
     assert told["before"]["levels"][0]["measured"] == kept[-1]["levels"][0]["measured"]
 
 
+def test_noise_that_hides_a_loss_is_said(out: Path) -> None:
+    def noisy(document: dict[str, Any]) -> None:
+        for level in document["reference"]["levels"]:
+            rate = level["tokens_per_s"][0]
+            level["tokens_per_s"] = [0.8 * rate, 1.2 * rate] * 2
+
+    quiet = tuner("verify", str(out), "--allow-simulated")
+    assert "a loss of less than" not in quiet.output
+    change(out / "launch.json", noisy)
+    result = tuner("verify", str(out), "--allow-simulated")
+    assert result.exit_code == 0, result.output
+    assert "not checked: a loss of less than" in result.output
+    assert "--launches 4" in result.output
+
+
 def test_a_server_that_is_slower_than_noise_explains_does_not_hold(out: Path) -> None:
     def faster(document: dict[str, Any]) -> None:
         for level in document["reference"]["levels"]:

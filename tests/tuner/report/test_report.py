@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from tuner.cli.app import app
 from tuner.errors import StudyStopped
+from tuner.judge.quality import Quality
 from tuner.records import Failure
 from tuner.report.content import report
 from tuner.report.markdown import markdown as rendered
@@ -121,6 +122,13 @@ def test_blocks_that_a_gate_has_invalidated_are_listed_with_what_became_of_them(
     assert view.invalid
     assert {(bad.gate, bad.concurrency, bad.repeated) for bad in view.invalid} == {("degenerate_output", 8, True)}
     assert "measured again" in markdown(view)
+
+
+def test_what_the_answers_were_held_to_be_is_shown(view: StudyView) -> None:
+    same = Quality("abc", 8, 8, "same", "")
+    part = Quality("def", 8, 5, "equivalent", "3 differ at near ties")
+    text = markdown(replace(view, answers={"abc": same, "def": part}))
+    assert "abc: same (8 of 8); def: equivalent (3 differ at near ties)" in text
 
 
 def test_rules_that_ruled_candidates_out_are_named(view: StudyView) -> None:

@@ -146,3 +146,12 @@ def test_goodput_is_the_most_that_keeps_the_limits() -> None:
 def test_an_objective_whose_parts_contradict_is_an_error_of_the_space(overrides: tuple[str, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         space(SPACE, *overrides)
+
+
+def test_a_winner_overall_and_none_at_a_level_is_explained(tmp_path: Path) -> None:
+    from tuner.study.decide import recommendation as decided
+
+    data = searched(tmp_path)
+    found = decided(data)
+    said = [line for line in found.advice if "at no single level" in line]
+    assert bool(said) == (found.overall.winner is not None and not any(c.winner for c in found.per_concurrency))

@@ -29,6 +29,7 @@ def certainty(view: StudyView) -> Section:
             "lrlrlrrl",
             "Every finalist's pairs. Change: of throughput, mean over pairs. At: the confidence of the interval.",
         ),
+        Paragraph(line(_answers(view)), "note") if view.answers else None,
         Paragraph(
             line(
                 "A pair is a launch of the baseline and one of the candidate, neighbours in time, in mirrored order, "
@@ -51,6 +52,15 @@ def _lead(view: StudyView) -> str:
         f"{count(best.n, 'pair')} of launches with the baseline: a gain of {percent(1 + best.detectable)} overall "
         f"would have been shown four times in five, a smaller one less often{need}."
     )
+
+
+def _answers(view: StudyView) -> str:
+    """What the output-quality gate found, a clause a candidate."""
+    found = "; ".join(
+        f"{each.candidate_id}: {each.outcome} ({each.why or f'{each.exact} of {each.prompts}'})"
+        for each in view.answers.values()
+    )
+    return f"Answers to the same held-out prompts, held against the baseline's: {found}."
 
 
 def _mark(each: Evidence, name: str) -> Mark:
