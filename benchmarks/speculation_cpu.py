@@ -46,6 +46,7 @@ CONTENDERS: dict[str, dict[str, object]] = {
     "hybrid 3 v2": {"speculation": "hybrid", "num_steps": 3, "topk": 1, "spec_version": "v2"},
     "hybrid 3 adaptive": {"speculation": "hybrid", "num_steps": 3, "topk": 1, "policy": "adaptive"},
     "hybrid by batch": {"speculation": "hybrid", "num_steps": 5, "topk": 1, "steps_by_batch": "1:5,4:3,8:2,16:0"},
+    "ngram, off above 4": {"speculation": "ngram", "num_steps": 8, "disable_batch_threshold": 4},
     "hybrid, off above 4": {"speculation": "hybrid", "num_steps": 3, "topk": 1, "disable_batch_threshold": 4},
 }
 _RESET = {
