@@ -21,6 +21,7 @@ from pathlib import Path
 from tuner.launch.processes import wait_until
 
 IMAGE = f"localhost/spec-tuner-test-{os.getpid()}:1"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TRY_S = 60
 
 
@@ -73,7 +74,7 @@ class Runtime:
                 entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(f"/{name}")
                 tar.addfile(entry)
         made = subprocess.run(
-            [self.name, "import", "--change", "ENV FROM_IMAGE=1", "-", IMAGE],
+            [self.name, "import", "--change", "ENV FROM_IMAGE=1", "--change", f"ENV PATH={PATH}", "-", IMAGE],
             env={**os.environ, **self.env},
             input=data.getvalue(),
             capture_output=True,

@@ -74,11 +74,12 @@ def _service(made: Workload, record: LaunchRecord) -> dict[str, Any]:
         found["deploy"] = {"resources": {"reservations": {"devices": [_gpus(made.gpus)]}}}
     found["healthcheck"] = {
         "test": ["CMD", *map(escape, probe(record, made.port, key_variable(made)))],
-        "interval": "30s",
+        # One interval for the start and for ever after: Compose refuses a start_interval on engines before Docker 25,
+        # and on Podman.
+        "interval": "10s",
         "timeout": "30s",
         "retries": 3,
         "start_period": f"{START_S}s",
-        "start_interval": "5s",
     }
     # Some engines end with status 0 when they break, so that "on-failure" would leave them dead.
     found |= {"restart": "unless-stopped", "stop_signal": "SIGTERM", "stop_grace_period": f"{GRACE_S}s"}

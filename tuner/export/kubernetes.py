@@ -21,6 +21,9 @@ _GENERATES = {"bundled": "/health_generate", "sglang": "/health_generate"}
 
 _POLL_S = 10
 
+MOST = 1 << 20
+"""Bytes that a ConfigMap may hold."""
+
 
 def render_kubernetes(record: LaunchRecord, provenance: Provenance, options: Options = PLAIN) -> dict[str, str]:
     """File name → text.
@@ -44,12 +47,21 @@ def head_of(made: Workload, record: LaunchRecord, provenance: Provenance, name: 
 
 
 def pod_values(record: LaunchRecord, provenance: Provenance, options: Options) -> tuple[Workload, dict[str, Any]]:
-    """What the manifests and the chart's values have in common; in arguments, `$` is doubled as a pod wants it.
+    """What the manifests and the chart's values have in common; in arguments, `$` is doubled where a pod wants it.
 
     Raises:
         UsageError: for a record that a pod cannot express.
     """
     made = workload(record, provenance.study, options, own_network=True)
+    for what, texts in (("environment", made.env), ("files", made.files)):
+        size = sum(len(name.encode()) + sum(len(str(part).encode()) for part in text) for name, text in texts.items())
+        if size > MOST:
+            raise UsageError(
+                f"the launch record's {what} of {size >> 10} KiB do not fit in a ConfigMap ({MOST >> 10} KiB). Nothing "
+                "was written."
+            )
+    if bad := [name for name in made.env if name == "." or name.startswith("..")]:
+        raise UsageError(f"the launch record sets {bad[0]!r}, which no ConfigMap can hold. Nothing was written.")
     if made.user and not made.user.isdecimal():
         raise UsageError(
             f"a pod runs as a number, and container.run_args name the user '{made.user}'. Nothing was written."
@@ -121,7 +133,15 @@ def _is_secret(word: Word) -> bool:
 
 
 def _said(word: Word) -> str:
-    return "".join(f"$({part.name})" if isinstance(part, Hole) else part.replace("$", "$$") for part in word)
+    """An argument. `$` is doubled only where a pod would read more in it: some readers never take the second off."""
+    found = ""
+    for i, part in enumerate(word):
+        more = i + 1 < len(word)
+        if isinstance(part, Hole):
+            found += f"$({part.name})"
+        else:
+            found += re.sub(r"\${2,}|\$(?=\()" + (r"|\$\Z" * more), lambda m: 2 * m[0], part)
+    return found
 
 
 def _size(shm: str | None) -> str:

@@ -12,6 +12,9 @@ from tuner.export.words import Hole, Word, refuse, words
 from tuner.export.workload import probe
 from tuner.records import LaunchRecord
 
+LONGEST = 1 << 20
+"""Bytes of one line of a unit, with what continues it: systemd reads no further."""
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
@@ -73,6 +76,11 @@ def render_systemd(record: LaunchRecord, provenance: Provenance, options: Option
         "WantedBy=multi-user.target",
         "",
     ]
+    if any(len(line.encode()) > LONGEST for line in body):
+        raise UsageError(
+            f"the launch record holds more than a line of a unit may ({LONGEST >> 10} KiB); --format shell can express "
+            "it. Nothing was written."
+        )
     return {f"{name}.service": comment(head) + "\n".join(body)}
 
 

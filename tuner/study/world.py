@@ -53,8 +53,9 @@ class RunningServer(Protocol):
     def failure(self, *, wait_s: float = 0.0) -> Failure | None:
         """Why it has ended; None while it runs. One that is about to end may take `wait_s`."""
 
-    def cpu_s(self) -> float:
-        """CPU seconds of its living processes so far."""
+    @property
+    def cpu_s(self) -> Callable[[], float] | None:
+        """Tells the CPU seconds of its living processes so far; None where its processes are not known."""
 
     def stop(self) -> StopReport:
         """Ends it and all its family."""
@@ -246,7 +247,7 @@ class Machine:
             api_key=self._api_key,
             on_progress=on_progress,
             server_failure=server.failure,
-            server_cpu_s=lambda: server.cpu_s() + self._siblings_cpu_s(server),
+            server_cpu_s=self._load(server),
             devices=self._devices,
         )
         if self._api_key and (found := outcome.failure) is not None:
@@ -270,8 +271,12 @@ class Machine:
             said = problem.replace(self._api_key, "(the API key)") if self._api_key else problem
             raise LaunchFailed(server.failure(wait_s=ENDING_S) or failure("reconfigure_failed", "bench", said))
 
-    def _siblings_cpu_s(self, server: RunningServer) -> float:
-        return self._siblings.cpu_s((os.getpid(), server.pid)) if self._siblings else 0.0
+    def _load(self, server: RunningServer) -> Callable[[], float] | None:
+        """What tells the CPU seconds that are no stranger's: the server's and the other workers'."""
+        mine, siblings = server.cpu_s, self._siblings
+        if mine is None:
+            return None
+        return lambda: mine() + (siblings.cpu_s((os.getpid(), server.pid)) if siblings else 0.0)
 
     def keep_requests(self, outcome: Outcome, path: Path) -> None:
         """Writes the requests of a block to a file, one JSON object a line, compressed.

@@ -1,11 +1,16 @@
-"""An OpenAI-compatible server that gives tokens at a set pace, faster with more steps. Standard library only."""
+"""An OpenAI-compatible server that gives tokens at a set pace, faster with more steps. Standard library only.
+
+`/echo` tells how it was started; arguments that it does not know are left alone.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import os
 import random
+import sys
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma"
 
@@ -21,6 +26,8 @@ async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pac
             body = json.loads(await reader.readexactly(length)) if length else {}
             if path == "/health":
                 respond(writer, 200, {})
+            elif path == "/echo":
+                respond(writer, 200, {"argv": sys.argv[1:], "env": dict(os.environ)})
             elif not path.endswith("/completions"):
                 respond(writer, 404, {"error": {"message": path}})
             elif body.get("stream"):
@@ -72,15 +79,16 @@ def respond(writer: asyncio.StreamWriter, status: int, body: dict) -> None:
     writer.write(head.encode() + data)
 
 
-async def serve(port: int, pace_s: float) -> None:
-    server = await asyncio.start_server(lambda r, w: handle(r, w, pace_s), "127.0.0.1", port)
+async def serve(host: str, port: int, pace_s: float) -> None:
+    server = await asyncio.start_server(lambda r, w: handle(r, w, pace_s), host, port)
     async with server:
         await server.serve_forever()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--num-steps", type=int, default=0)
-    options = parser.parse_args()
-    asyncio.run(serve(options.port, 0.03 / (1 + 0.1 * options.num_steps)))
+    options, _ = parser.parse_known_args()
+    asyncio.run(serve(options.host, options.port, 0.03 / (1 + 0.1 * options.num_steps)))

@@ -31,6 +31,7 @@ from tuner.export.kubernetes import render_kubernetes
 from tuner.export.systemd import render_systemd
 from tuner.export.words import words
 from tuner.export.workload import workload
+from tuner.export.yaml_text import dump
 from tuner.records import ContainerRef, LaunchRecord
 
 
@@ -237,6 +238,39 @@ def test_a_pod_gets_the_measured_command_environment_and_files(args, env, conten
     files = found[f"ConfigMap/{label(provenance(record).study)}-files"]["data"]
     mount = next(each for each in container["volumeMounts"] if each["name"] == "files")
     assert (mount["mountPath"], files[mount["subPath"]]) == ("/cache/steps.json", content)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+def test_kubectl_reads_the_measured_command_environment_and_files(tmp_path: Path) -> None:
+    """By its own decoder and types; `--local` asks no cluster."""
+    environment = {f"V_{i}": value for i, value in enumerate(HARD)}
+    record = launch(*HARD, env={**environment, "GONE": None}, files={f"/c/{i}": value for i, value in enumerate(HARD)})
+    (tmp_path / "k.yaml").write_text(render_kubernetes(record, provenance(record))["kubernetes.yaml"], "utf-8")
+    done = subprocess.run(
+        ["kubectl", "label", "--local", "-f", str(tmp_path / "k.yaml"), "--output=json", "seen=yes"],
+        capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+    )  # fmt: skip
+    decoder, rest, found = json.JSONDecoder(), done.stdout.strip(), []
+    while rest:
+        each, end = decoder.raw_decode(rest)
+        found.append(each)
+        rest = rest[end:].strip()
+    kinds = {f"{each['kind']}/{each['metadata']['name']}": each for each in found}
+    container = container_of(kinds)
+    said = [expanded(each, {}) for each in container["command"] + container["args"]]
+    assert said == ["env", "-u", "GONE", *record.argv]
+    name = label(provenance(record).study)
+    assert kinds[f"ConfigMap/{name}-env"]["data"] == environment
+    files = kinds[f"ConfigMap/{name}-files"]["data"]
+    mounted = {each["mountPath"]: files[each["subPath"]] for each in container["volumeMounts"]}
+    assert mounted == record.files
+
+
+def test_a_dollar_is_doubled_for_a_pod_only_where_it_would_mean_more() -> None:
+    """Some that read manifests take no second `$` off, so that an argument keeps its own wherever it can."""
+    record = launch("a$", "$HOME", '{"a": "$x"}', "$(A)", "$$", "x$$(A)", "--api-key=$", env={})
+    args = container_of(objects(render_kubernetes(record, provenance(record))["kubernetes.yaml"]))["args"]
+    assert args[-7:-1] == ["a$", "$HOME", '{"a": "$x"}', "$$(A)", "$$$$", "x$$$$(A)"]
 
 
 def hostile() -> LaunchRecord:
@@ -657,6 +691,32 @@ def test_what_a_container_format_cannot_say_is_refused(flag: tuple[str, ...]) ->
     record = contained(*flag)
     with pytest.raises(UsageError, match="--format shell"):
         render_compose(record, provenance(record))
+
+
+def test_what_is_longer_than_a_consumer_reads_is_refused() -> None:
+    long = launch(*["x" * 100_000] * 11)
+    with pytest.raises(UsageError, match="--format shell"):
+        render_systemd(long, provenance(long))
+    for record in (
+        launch(env={"A": "x" * (1 << 20)}),
+        launch(files={"/c/a": "é" * (1 << 19)}),
+        launch(env={"..": "x"}),
+    ):
+        with pytest.raises(UsageError, match="ConfigMap"):
+            render_kubernetes(record, provenance(record))
+        assert render_compose(record, provenance(record))
+
+
+@many
+@given(st.lists(anything, max_size=8))
+def test_yaml_is_read_alike_by_parsers_of_both_versions(texts: list[str]) -> None:
+    document = {"list": texts, "keys": dict.fromkeys(texts, "x")}
+    made = dump(document)
+    assert yaml.safe_load(made) == document
+    ruamel = pytest.importorskip("ruamel.yaml", reason="no parser of YAML 1.2: pip install ruamel.yaml")
+    parser = ruamel.YAML(typ="safe", pure=True)
+    parser.version = "1.2"
+    assert parser.load(made) == document
 
 
 # -- the same for all ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.tuner.export.test_export import launch, provenance
 from tuner.bench.plan import PROFILES
 from tuner.cli.app import app
 from tuner.engines.base import get_engine
-from tuner.export.artefact import export_artefact
+from tuner.export.artefact import FORMATS, export_artefact
 from tuner.export.provenance import record_hash
 from tuner.export.reference import Level, Reference
 from tuner.judge.holds import level_holds
@@ -100,6 +100,18 @@ def test_a_server_that_does_what_was_measured_holds_and_each_time_is_kept(out: P
     assert [row["outcome"] for row in kept] == ["holds", "holds"]
     told = json.loads(tuner("drift", str(out), "--allow-simulated", "--json").stdout)
     assert told["before"]["levels"][0]["measured"] == kept[-1]["levels"][0]["measured"]
+
+
+@pytest.mark.parametrize("fmt", list(FORMATS))
+def test_a_simulated_study_is_not_exported_unless_it_is_wanted(
+    fmt: str, export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(export.parent)
+    result = tuner("export", "sim", "--format", fmt, "--output", "other")
+    assert result.exit_code == 2, result.output
+    assert "--allow-simulated" in result.output
+    assert "Nothing was written" in result.output
+    assert not (export.parent / "other").exists()
 
 
 def test_noise_that_hides_a_loss_is_said(out: Path) -> None:
@@ -210,7 +222,7 @@ def test_a_server_that_is_not_there_is_the_environments(out: Path) -> None:
 @pytest.mark.parametrize("fmt", ["systemd", "kubernetes", "compose"])
 def test_what_another_tool_starts_is_verified_by_its_url(fmt: str, tmp_path: Path) -> None:
     record = launch("--port", "31234")
-    export_artefact(record, provenance(record, machine={}), fmt, tmp_path, reference=_reference(record, [1.0]))
+    export_artefact(record, provenance(record, machine={}), fmt, tmp_path, reference=reference(record, [1.0]))
     result = tuner("verify", str(tmp_path))
     assert result.exit_code == 2, result.output
     assert f"--record {tmp_path}" in result.output.replace("\n", "")
@@ -219,7 +231,7 @@ def test_what_another_tool_starts_is_verified_by_its_url(fmt: str, tmp_path: Pat
 def test_a_secret_that_an_export_left_out_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("API_KEY", raising=False)
     record = launch("--port", "31234", "--api-key", "s3cr3t", engine_version="unknown")
-    export_artefact(record, provenance(record, machine={}), "shell", tmp_path, reference=_reference(record, [1.0]))
+    export_artefact(record, provenance(record, machine={}), "shell", tmp_path, reference=reference(record, [1.0]))
     result = tuner("verify", str(tmp_path))
     assert result.exit_code == 2, result.output
     assert "API_KEY: is a secret that the export left out; set it" in result.output
@@ -228,27 +240,49 @@ def test_a_secret_that_an_export_left_out_is_asked_for(tmp_path: Path, monkeypat
 # -- a real process -----------------------------------------------------------------------------------------------
 
 
-def _reference(record: LaunchRecord, rates: list[float]) -> Reference:
+def reference(record: LaunchRecord, rates: list[float]) -> Reference:
     level = Level(2, tuple(rates), (0.01,) * len(rates), "confirm")
     fingerprint = {"engine_version": record.engine_version}
     return Reference(parse_space(PACED).to_dict(), (level,), None, None, fingerprint)
 
 
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of seconds. Neighbours on the machine cost this server nothing: it sleeps between its tokens."""
+    short = replace(PROFILES["short"], ramp_s=0.2, warmup_s=1.0, steady_span_s=0.5, window_s=3.0, tail_s=1.0)
+    monkeypatch.setitem(PROFILES, "short", short)
+    monkeypatch.setattr("tuner.bench.gates.MAX_FOREIGN_LOAD", 2.0)
+    monkeypatch.setattr("tuner.bench.gates.MAX_STEAL", 2.0)
+
+
 @pytest.fixture
 def paced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An export of a server of two streams at 50 tokens a second each, which is what five steps make of 33."""
-    quick = replace(PROFILES["short"], ramp_s=0.2, warmup_s=1.0, steady_span_s=0.5, window_s=3.0, tail_s=1.0)
-    monkeypatch.setitem(PROFILES, "short", quick)
-    # Neighbours on the machine cost this server nothing: it sleeps between its tokens.
-    monkeypatch.setattr("tuner.bench.gates.MAX_FOREIGN_LOAD", 2.0)
-    monkeypatch.setattr("tuner.bench.gates.MAX_STEAL", 2.0)
+    return export_paced(tmp_path, monkeypatch, "shell")
+
+
+def export_paced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: str) -> Path:
+    quick(monkeypatch)
     space = parse_space(PACED)
     candidate = Candidate({"num_steps": 5})
     record = launch_record(space, get_engine("command"), candidate, host="127.0.0.1", port=free_port())
     folder = tmp_path / "out"
     made = provenance(record, study="paced", machine=hardware())
-    export_artefact(record, made, "shell", folder, reference=_reference(record, [98.0, 100.0, 102.0, 100.0]))
+    export_artefact(record, made, fmt, folder, reference=reference(record, [98.0, 100.0, 102.0, 100.0]))
     return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+@pytest.mark.parametrize("fmt", ["env", "json"])
+def test_an_env_file_and_a_record_are_started_too_and_drift_says_what_has_changed(
+    fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = export_paced(tmp_path, monkeypatch, fmt)
+    held = tuner("verify", str(folder))
+    assert held.exit_code == 0, held.output
+    again = tuner("drift", str(folder))
+    assert again.exit_code == 0, again.output
+    assert "since the last time" in again.output
 
 
 @pytest.mark.slow
@@ -284,7 +318,6 @@ def running(paced: Path) -> Iterator[int]:
         server.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.timing
 def test_a_running_server_is_taken_and_a_taken_port_is_the_environments(paced: Path, running: int) -> None:
     taken = tuner("verify", str(paced))
