@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 _SECRET = re.compile(
@@ -13,9 +14,16 @@ _SECRET = re.compile(
 )
 
 
+_OF_TEXT = re.compile(
+    r"(?:bos|eos|pad|unk|sep|cls|mask|start|end|stop|think|image|video|audio|special|added|max|min|per)[_-]token(?![a-z])",
+    re.IGNORECASE,
+)
+"""Tokens of a vocabulary, or a number of them."""
+
+
 def is_secret(name: str) -> bool:
     """Whether a variable or flag of this name holds a secret. A path to one (`…_FILE`) is none."""
-    return _SECRET.search(name.lstrip("-")) is not None
+    return _SECRET.search(_OF_TEXT.sub("", name.lstrip("-"))) is not None
 
 
 LEFT_OUT = "(left out)"
@@ -51,6 +59,33 @@ def redacted(text: str) -> str:
             found += f"{text[rest:begin]}{quote}{LEFT_OUT}{quote}"
             rest = end
     return found + text[rest:]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A secret within a text: where it stands, and what it is called there."""
+
+    start: int
+    end: int
+    name: str
+
+
+def find(text: str) -> list[Found]:
+    """What `redacted` leaves out of a text, in order, but for numbers of tokens."""
+    found = [Found(match.end(1), match.end() - 1, "password") for match in _USERINFO.finditer(text)]
+    found += [Found(match.end(2), match.end(), "authorization") for match in _BEARER.finditer(text)]
+    for match in _NAMED.finditer(text):
+        number = "token" in match["name"].lower() and re.fullmatch(r"[\d.]+|true|false|null", match["value"])
+        if not number and _is_hidden(match["name"], match["between"], match["value"]):
+            quoted = match["value"][0] in "\"'" and len(match["value"]) > 1
+            begin, end = match.span("value")
+            found.append(Found(begin + quoted, end - quoted, match["name"]))
+    found += [Found(*match.span(), "token") for match in _SHAPES.finditer(text)]
+    apart: list[Found] = []
+    for each in sorted(found, key=lambda one: (one.start, -one.end)):
+        if each.end > each.start and (not apart or each.start >= apart[-1].end):
+            apart.append(each)
+    return apart
 
 
 def _is_hidden(name: str, between: str, value: str) -> bool:

@@ -15,6 +15,7 @@ from tuner.export.json_file import FILE as RECORD
 from tuner.export.json_file import FORMAT, files_of, render_json
 from tuner.export.provenance import Provenance, record_hash
 from tuner.export.reference import Reference
+from tuner.export.secrets import refuse_secrets
 from tuner.files import write_whole
 from tuner.records import LaunchRecord
 
@@ -96,6 +97,7 @@ def export_artefact(
             f"the launch record is not complete: it has no {', '.join(missing)}, and what cannot be started cannot be "
             "deployed. Nothing was written."
         )
+    refuse_secrets(record)
     folder = Path(output_dir)
     texts = {} if fmt == "json" else FORMATS[fmt](record, provenance, options)
     texts |= render_json(record, provenance, options, files=[*texts, RECORD], reference=reference)

@@ -8,7 +8,7 @@ import shlex
 from tuner.errors import UsageError
 from tuner.export.head import PLAIN, Options, comment, lines
 from tuner.export.provenance import Provenance
-from tuner.export.secrets import secret_args, secret_env
+from tuner.export.secrets import secret_env, secret_variables
 from tuner.export.words import Hole, Word, refuse, words
 from tuner.records import LaunchRecord
 
@@ -45,8 +45,8 @@ def render_env(record: LaunchRecord, provenance: Provenance, options: Options = 
         )
     hidden = secret_env(record)
     start = 'set -a; . ./engine.env; set +a; eval "unset $ENGINE_UNSET; exec $ENGINE_COMMAND"'
-    left_out = sorted({*hidden, *(variable for _, variable in secret_args(record).values())})
     head = [*lines(record, provenance), "", f"Start: sh -c '{start}'"]
+    left_out = secret_variables(record)
     head += [f"Set {name} beforehand: it is a secret and was left out of this file." for name in left_out]
     body = [f"{name}={_value(value)}" for name, value in record.env.items() if value is not None and name not in hidden]
     removed = [name for name, value in record.env.items() if value is None]

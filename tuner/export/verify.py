@@ -19,7 +19,7 @@ from tuner.engines.base import get_engine, version_of
 from tuner.errors import EnvironmentBroken, LaunchFailed, UsageError
 from tuner.export.json_file import Exported, load_export
 from tuner.export.reference import Reference
-from tuner.export.words import movable
+from tuner.export.words import Hole, address_parts, movable
 from tuner.files import write_whole
 from tuner.judge.holds import LevelHolds, level_holds
 from tuner.judge.quality import Answers, Quality, compare
@@ -120,7 +120,7 @@ def verify(
     engine = get_engine(space.kind)
     found = _Findings()
     if url is None:
-        _artefact(exported, folder, port)
+        artefact_start(exported, folder, port)
         _engine_here(exported, space)
         _machine_here(exported, found)
     elif not _is_here(url):
@@ -286,7 +286,7 @@ def _started(
     missing = [name for name in exported.secrets if not os.environ.get(name)]
     if missing:
         raise UsageError(f"{', '.join(missing)}: is a secret that the export left out; set it. Nothing was started.")
-    record = _artefact(exported, folder, port)
+    record = artefact_start(exported, folder, port)
     if not _free(world, record):
         raise EnvironmentBroken(
             f"port {record.port} of {record.host} is taken by another program. Nothing was started; end that one, or "
@@ -303,7 +303,7 @@ def _free(world: World, record: LaunchRecord) -> bool:
     return isinstance(world, SimulatedWorld) or is_free(record.port, record.host)
 
 
-def _artefact(exported: Exported, folder: Path, port: int | None) -> LaunchRecord:
+def artefact_start(exported: Exported, folder: Path, port: int | None) -> LaunchRecord:
     """The record with the exported file's own start in place of its command.
 
     Raises:
@@ -320,7 +320,7 @@ def _artefact(exported: Exported, folder: Path, port: int | None) -> LaunchRecor
     to = replace(record, port=port or record.port)
     if record.container is not None or record.simulated:
         # The container is found again by what only the launch adds to its command.
-        return to if not moved else _moved(record, to.port)
+        return _moved(exported, to.port)
     script = next((name for name in _SCRIPTS if name in exported.files), None)
     if script is not None:
         _present(folder / script)
@@ -335,7 +335,7 @@ def _artefact(exported: Exported, folder: Path, port: int | None) -> LaunchRecor
             )
         return replace(to, argv=("/bin/sh", "-c", start), env={}, files={}, cwd="")
     if exported.files == ("launch.json",):
-        return _moved(record, to.port)
+        return _moved(exported, to.port)
     named = ", ".join(name for name in exported.files if name != "launch.json")
     raise UsageError(
         f"{named}: is started by its own tool, not here. Nothing was started; start it, and run: "
@@ -343,22 +343,22 @@ def _artefact(exported: Exported, folder: Path, port: int | None) -> LaunchRecor
     )
 
 
-def _moved(record: LaunchRecord, port: int) -> LaunchRecord:
-    from tuner.export.words import Hole, words
+def _moved(exported: Exported, port: int) -> LaunchRecord:
+    """The record's own command, on this port, with the secrets that the export has left out."""
+    record = exported.record
 
-    secret = {name: os.environ.get(name, "") for name in os.environ}
+    def told(text: str) -> str:
+        for name in exported.secrets:
+            text = text.replace(f"${{{name}}}", os.environ.get(name, ""))
+        return text
+
+    argv = tuple(map(told, record.argv))
+    env = {name: None if value is None else told(value) for name, value in record.env.items()}
+    whole = replace(record, argv=argv, env=env)
     address = {"host": record.host, "port": str(port)}
-    argv = tuple(
-        "".join(
-            (address.get(part.kind) or secret.get(part.name, "")) if isinstance(part, Hole) else part for part in word
-        )
-        for word in words(record)
-    )
-    filled = {
-        name: os.environ.get(value[2:-1], value) if value and value.startswith("${") and value.endswith("}") else value
-        for name, value in record.env.items()
-    }
-    return replace(record, argv=argv, env=filled, port=port)
+    words = [address_parts(whole, i) for i in range(len(argv))]
+    moved = ("".join(address[part.kind] if isinstance(part, Hole) else part for part in word) for word in words)
+    return replace(whole, argv=tuple(moved), port=port)
 
 
 def _present(file: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tuner.errors import UsageError
-from tuner.export.secrets import secret_args
+from tuner.export.secrets import Secret, secret_args
 from tuner.records import LaunchRecord
 
 
@@ -47,8 +47,8 @@ def words(record: LaunchRecord) -> list[Word]:
     found: list[Word] = []
     for i in range(len(record.argv)):
         if i in hidden:
-            prefix, variable = hidden[i]
-            found.append(tuple(part for part in (prefix, Hole("secret", variable)) if part))
+            parts = hidden[i]
+            found.append(tuple(Hole("secret", p.variable) if isinstance(p, Secret) else p for p in parts))
         else:
             found.append(address_parts(record, i))
     return found

@@ -12,6 +12,7 @@ from tuner.export.head import Options, label, plain, released, tensor_parallel
 from tuner.export.secrets import secret_env
 from tuner.export.words import Hole, Word, refuse, words
 from tuner.records import LaunchRecord
+from tuner.secrets import find, is_secret
 
 EVERYWHERE = "0.0.0.0"
 """Where a server in a container listens; who may reach it is the deployment's to say."""
@@ -193,7 +194,9 @@ def _apply(made: Workload, record: LaunchRecord, flag: str, value: str) -> None:
         return
     if flag == "--env":
         name, equals, text = value.partition("=")
-        if equals:
+        if equals and text and (is_secret(name) or find(text)):
+            made.env[name] = (Hole("secret", name),)
+        elif equals:
             made.env[name] = (text,)
         elif name not in record.trial_env:
             made.env[name] = (Hole("secret", name),)

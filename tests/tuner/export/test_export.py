@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from tuner.errors import TunerError, UsageError
 from tuner.export.artefact import FORMATS, export_artefact
-from tuner.export.json_file import load_launch
+from tuner.export.json_file import load_export, load_launch
 from tuner.export.provenance import Figure, Provenance, record_hash
+from tuner.export.secrets import Secret, secret_args, secret_env, secret_variables
 from tuner.export.shell import render_shell
+from tuner.export.verify import artefact_start as started_record
 from tuner.records import LaunchRecord
 
 SHELLS = [shell for shell in ("dash", "bash") if any(Path(d, shell).exists() for d in os.environ["PATH"].split(":"))]
@@ -134,6 +136,74 @@ def test_secrets_are_left_out_of_every_format(fmt: str, tmp_path: Path) -> None:
     written = [path.read_text() for path in export_artefact(record, provenance(record), fmt, tmp_path)]
     assert all("s3cr3t" not in text for text in written)
     assert any("MAX_TOKENS" in text for text in written)
+
+
+KEY = "s3cr3ts3cr3t"
+HIDDEN = {
+    "a header": launch("--header", f"Authorization: Bearer {KEY}"),
+    "JSON": launch("--overrides", json.dumps({"a": 1, "api_key": KEY, "b": [2]})),
+    "an assignment": launch(f"token={KEY}"),
+    "an address": launch("--url", f"https://me:{KEY}@host/x"),
+    "a known shape": launch("--x", f"hf_{KEY}ABCDEFGH"),
+    "a command line in one argument": launch("-c", f"serve --api-key {KEY} --steps 3"),
+    "a variable with an address": launch(env={"FOO": f"postgres://me:{KEY}@host/x"}),
+    "a variable with a known shape": launch(env={"FOO": f"hf_{KEY}ABCDEFGH"}),
+    "the same secret once more": launch("--y", f"x{KEY}x", env={"HF_TOKEN": KEY}),
+    "two of one name": launch("--api-key", KEY, f'{{"api_key": "other{KEY}"}}'),
+}
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt not in ("engine", "vllm", "sglang")])
+def test_a_secret_within_an_argument_or_a_variable_is_left_out_too(fmt: str, case: str, tmp_path: Path) -> None:
+    record = HIDDEN[case]
+    written = [path.read_text() for path in export_artefact(record, provenance(record), fmt, tmp_path)]
+    assert all(KEY not in text for text in written)
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_what_was_left_out_comes_back_where_it_stood(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = HIDDEN[case]
+    path, *_ = export_artefact(record, provenance(record), "shell", tmp_path / "shell")
+    found = secret_args(record)
+    secrets = {part.variable: part.value for parts in found.values() for part in parts if isinstance(part, Secret)}
+    secrets |= {variable: record.env[name] for name, variable in secret_env(record).items()}
+    assert sorted(secrets) == secret_variables(record)
+    given = {"PATH": os.environ["PATH"], **secrets}
+    seen = json.loads(subprocess.run(["sh", path], env=given, capture_output=True, text=True, check=True).stdout)
+    assert seen["argv"] == list(record.argv[6:])
+    assert seen["env"].items() >= dict(record.env).items()
+    export_artefact(record, provenance(record), "json", tmp_path / "json")
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    again = started_record(load_export(tmp_path / "json"), tmp_path / "json", None)
+    assert (again.argv, again.env) == (record.argv, record.env)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"settings": {"api_key": KEY}},
+        {"files": {"/c/a.json": f'{{"api_key": "{KEY}"}}'}},
+        {"model": f"https://me:{KEY}@host/x"},
+        {"files": {"/c/a.txt": f"x {KEY} x"}, "env": {"HF_TOKEN": KEY}},
+    ],
+)
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt not in ("engine", "vllm", "sglang")])
+def test_a_secret_where_no_variable_can_stand_is_refused(fmt: str, change: dict, tmp_path: Path) -> None:
+    record = launch(**change)
+    with pytest.raises(UsageError, match="looks like a secret"):
+        export_artefact(record, provenance(record), fmt, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tokens_of_a_vocabulary_are_no_secrets() -> None:
+    args = ("--eos-token", "</s>", "--max-token=5", '{"pad_token": "x", "token_count": 3}')
+    record = launch(*args, env={"STOP_TOKEN": "y"})
+    assert secret_variables(record) == []
+    assert secret_variables(launch("--hf-token", "x")) == ["HF_TOKEN"]
 
 
 def test_a_script_with_a_secret_asks_for_it_and_passes_it_on(tmp_path: Path) -> None:
