@@ -35,7 +35,7 @@ def command(
     from tuner.study.interrupt import Interrupts
     from tuner.study.names import check_name, study_folder
     from tuner.study.place import measuring
-    from tuner.study.session import container_image, current_fingerprint, refuse_changes
+    from tuner.study.session import container_image, current_fingerprint, here, refuse_changes
     from tuner.study.simulated_world import world_of
     from tuner.study.store import open_study
 
@@ -43,7 +43,7 @@ def command(
         raise UsageError(f"--launches {launches}: must be at least 1")
     with closing(open_study(check_name(study), storage)) as store:
         data = store.data()
-    reference = reference_of(data, candidate, known_pair_sd(data.space, data.fingerprint))
+    reference = reference_of(data, candidate, known_pair_sd(data.space, data.fingerprint), here(data.space).name)
     refuse_changes(data, data.space, current_fingerprint(data.space))
     wanted = data.baseline if candidate == "baseline" else Candidate(data.settings_of(candidate))
     engine, image = get_engine(data.space.kind), container_image(data.space)

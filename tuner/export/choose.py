@@ -76,9 +76,11 @@ def choose(data: StudyData, candidate_id: str | None = None, *, pair_sd: float |
         engine_version=launch.record.engine_version,
         measured_at=datetime.fromtimestamp(launch.started_at, UTC).isoformat(timespec="seconds"),
         machine=dict(data.fingerprint.get("hardware", {})),
-        figures=_figures(data, wanted),
+        figures=_figures(data, wanted, launch.place),
     )
-    return Deployable(launch.record, provenance, note, _reference(data, wanted, pair_sd))
+    if len(there := _places(data, wanted)) > 1:
+        note = f"{note} It was measured at {', '.join(there)}; the figures are those of {launch.place}.".strip()
+    return Deployable(launch.record, provenance, note, _reference(data, wanted, pair_sd, launch.place))
 
 
 def _refuse_many(data: StudyData) -> None:
@@ -100,20 +102,27 @@ def _at_levels(data: StudyData, candidate_id: str) -> str:
     return f"{settings_line(data.settings_of(candidate_id))} ({told})"
 
 
-def reference_of(data: StudyData, candidate: str, pair_sd: float | None) -> Reference:
+def _places(data: StudyData, candidate_id: str) -> list[str]:
+    at = {launch.id: launch.place for launch in data.launches}
+    return sorted({at[b.launch_id] for b in data.blocks.values() if b.candidate_id == candidate_id and b.block.valid})
+
+
+def reference_of(data: StudyData, candidate: str, pair_sd: float | None, place: str = "") -> Reference:
     """What a server of a candidate (its id, or 'baseline') is held against: its blocks, also those on another's server.
+
+    Where several places have measured it, those of `place` alone count, if there are any.
 
     Raises:
         UsageError: the study has no such candidate.
         TunerError: it was never measured.
     """
-    found = _reference(data, _named(data, candidate), pair_sd)
+    found = _reference(data, _named(data, candidate), pair_sd, place)
     if not found.levels:
         raise TunerError(f"candidate {candidate} was never measured; `tuner report {data.name}` says what failed.")
     return found
 
 
-def _reference(data: StudyData, candidate_id: str, pair_sd: float | None) -> Reference:
+def _reference(data: StudyData, candidate_id: str, pair_sd: float | None, place: str) -> Reference:
     stored = data.quality.get((candidate_id, ANSWERS))
     levels = [
         Level(
@@ -123,17 +132,18 @@ def _reference(data: StudyData, candidate_id: str, pair_sd: float | None) -> Ref
             role,
         )
         for level in data.levels
-        for role, blocks in [_measured(data, candidate_id, level)]
+        for role, blocks in [_measured(data, candidate_id, level, place)]
         if blocks
     ]
     return Reference(data.space.to_dict(), tuple(levels), stored, pair_sd, dict(data.fingerprint))
 
 
-def _measured(data: StudyData, candidate_id: str, level: int) -> tuple[str, list[Block]]:
-    """The confirmation's valid blocks, or the search's at a level without any."""
-    for role in ("confirm", "screen", "look"):
-        if blocks := _blocks(data, candidate_id, level, role):
-            return role, blocks
+def _measured(data: StudyData, candidate_id: str, level: int, place: str) -> tuple[str, list[Block]]:
+    """The confirmation's valid blocks at a place, or the search's at a level without any; else those of all places."""
+    for where in (place, None):
+        for role in ("confirm", "screen", "look"):
+            if blocks := _blocks(data, candidate_id, level, role, where):
+                return role, blocks
     return "", []
 
 
@@ -171,19 +181,22 @@ def _last_good(data: StudyData, candidate_id: str) -> StoredLaunch | None:
     return max(good, key=lambda launch: (launch.slot.role == "confirm", launch.id), default=None)
 
 
-def _figures(data: StudyData, candidate_id: str) -> tuple[Figure, ...]:
-    """Means over the confirmation's valid blocks, or over the search's at a level without any."""
+def _figures(data: StudyData, candidate_id: str, place: str) -> tuple[Figure, ...]:
+    """Means over the confirmation's valid blocks at a place, or over the search's at a level without any."""
     found = []
     for level in data.levels:
-        role, blocks = _measured(data, candidate_id, level)
+        role, blocks = _measured(data, candidate_id, level, place)
         if blocks:
             rates = [block.tokens_per_s for block in blocks]
-            base = [block.tokens_per_s for block in _blocks(data, data.baseline.id, level, role)]
+            there = _blocks(data, data.baseline.id, level, role, place) or _blocks(data, data.baseline.id, level, role)
+            base = [block.tokens_per_s for block in there]
             found.append(Figure(level, fmean(rates), fmean(base) if base else None, len(rates), role))
     return tuple(found)
 
 
-def _blocks(data: StudyData, candidate_id: str, level: int, role: str) -> list[Block]:
+def _blocks(data: StudyData, candidate_id: str, level: int, role: str, place: str | None = None) -> list[Block]:
+    """The valid blocks of a candidate; with a place, those that were measured there."""
     slots = [slot for slot in data.by_slot if slot.candidate_id == candidate_id and slot.role == role]
     blocks = [data.block(Slot(slot.candidate_id, slot.role, slot.repetition), level) for slot in slots]
-    return [stored.block for stored in blocks if stored is not None]
+    at = {launch.id: launch.place for launch in data.launches}
+    return [b.block for b in blocks if b is not None and place in (None, at.get(b.launch_id))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, sqrt
 from statistics import fmean
 
 from tuner.judge.recommend import percent
@@ -18,20 +18,28 @@ class Difference:
     """One candidate's speed-ups differ between places by more than chance explains.
 
     `speedups` are the mean ratios by place, `p` is of the F test that they are one (corrected for the number of tests).
+    `low` and `high` are the ends of a 95 % interval of how much more is gained where most is than where least is, as a
+    ratio; it is corrected for the number of tests and of places that could have been compared.
     """
 
     candidate_id: str
     concurrency: int
     speedups: Mapping[str, float]
     p: float
+    low: float
+    high: float
 
     @property
     def sentence(self) -> str:
         """For a person."""
         each = ", ".join(f"{percent(ratio)} at {place or 'an unnamed place'}" for place, ratio in self.speedups.items())
+        ordered = sorted(self.speedups, key=lambda place: self.speedups[place])
+        least, most = (place or "the unnamed place" for place in (ordered[0], ordered[-1]))
+        ratio = self.speedups[ordered[-1]] / self.speedups[ordered[0]]
         return (
             f"Places differ: candidate {self.candidate_id} gains {each} (concurrency {self.concurrency}, p = "
-            f"{self.p:.2g}). What is said of it over all is a mean of these: look for what differs between the "
+            f"{self.p:.2g}); {most} beside {least}: {percent(ratio)} (95 % interval {percent(self.low)} to "
+            f"{percent(self.high)}). What is said of it over all is a mean of these: look for what differs between the "
             "places, or run a study at each."
         )
 
@@ -45,7 +53,7 @@ def differences(ratios: Mapping[tuple[str, int], Mapping[str, Sequence[float]]])
     Args:
         ratios: (candidate, concurrency) → place → log ratios of its pairs there.
     """
-    from scipy.stats import f
+    from scipy.stats import f, t
 
     several = {key: places for key, places in ratios.items() if sum(len(each) > 0 for each in places.values()) > 1}
     found = []
@@ -61,5 +69,12 @@ def differences(ratios: Mapping[tuple[str, int], Mapping[str, Sequence[float]]])
         statistic = (between / (len(groups) - 1)) / (noise / freedom)
         p = min(1.0, float(f.sf(statistic, len(groups) - 1, freedom)) * len(several))
         if p < ALPHA:
-            found.append(Difference(candidate, level, {place: exp(fmean(x)) for place, x in groups.items()}, p))
+            means = {place: fmean(x) for place, x in groups.items()}
+            least, most = min(means, key=lambda x: means[x]), max(means, key=lambda x: means[x])
+            comparisons = len(several) * len(groups) * (len(groups) - 1) / 2
+            half = float(t.isf(ALPHA / comparisons / 2, freedom))
+            half *= sqrt(noise / freedom * (1 / len(groups[least]) + 1 / len(groups[most])))
+            gap = means[most] - means[least]
+            speedups = {place: exp(mean) for place, mean in means.items()}
+            found.append(Difference(candidate, level, speedups, p, exp(gap - half), exp(gap + half)))
     return sorted(found, key=lambda each: (each.p, each.candidate_id, each.concurrency))

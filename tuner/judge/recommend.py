@@ -43,6 +43,7 @@ def recommend(
     simulated: bool = False,
     worst_level: float = WORST_LEVEL,
     composites: Callable[[Sequence[Pair]], list[float]] | None = None,
+    places: Mapping[int, str] | None = None,
 ) -> Recommendation:
     """The recommendation of a study.
 
@@ -50,7 +51,8 @@ def recommend(
     for its luck. The winner overall also needs a speed-up of at least `worst_level` at every level. `weights` names
     the levels, and with them the family of claims (finalists × levels, and overall) over which multiplicity is
     handled. `composites` makes of one candidate's pairs a log ratio for each index, where "overall" is something else
-    than the weighted mean over the levels.
+    than the weighted mean over the levels. `places` says of launches where they ran: absolute figures of different
+    places are never held against one another.
     """
     pairs = sorted(pairs, key=lambda p: (p.candidate_id, p.concurrency, p.role, p.index))
     usable = _usable(pairs, blocks)
@@ -72,7 +74,7 @@ def recommend(
         per_concurrency=per_level,
         profile=profile,
         simulated=simulated,
-        advice=tuple(_advice(profile, simulated, evidence, blocks, overall, per_level)),
+        advice=tuple(_advice(profile, simulated, evidence, blocks, overall, per_level, places or {})),
     )
 
 
@@ -269,8 +271,9 @@ def _advice(
     blocks: Mapping[int, StoredBlock],
     overall: Choice,
     per_level: Sequence[Choice],
+    places: Mapping[int, str],
 ) -> list[str]:
-    lines = _noise(blocks)
+    lines = _noise(blocks, places)
     if simulated:
         lines.append("Simulated: these figures come from a model of a machine, not from a measurement.")
     if profile != "full":
@@ -311,19 +314,21 @@ def _mean_length(blocks: Sequence[StoredBlock]) -> float | None:
     return sum(b.block.mean_output_tokens * b.block.requests for b in blocks) / requests
 
 
-def _noise(blocks: Mapping[int, StoredBlock]) -> list[str]:
+def _noise(blocks: Mapping[int, StoredBlock], places: Mapping[int, str]) -> list[str]:
     """Said where one candidate's confirmation blocks at one level lie too far apart to be the candidate's doing."""
-    rates: dict[tuple[str, int], list[float]] = defaultdict(list)
+    rates: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     for stored in blocks.values():
         if stored.block.valid and stored.block.role == "confirm":
-            rates[stored.candidate_id, stored.block.concurrency].append(stored.block.tokens_per_s)
+            place = places.get(stored.launch_id, "")
+            rates[stored.candidate_id, stored.block.concurrency, place].append(stored.block.tokens_per_s)
     spread = {key: max(values) / min(values) - 1 for key, values in rates.items() if min(values) > 0}
     if not spread or max(spread.values()) < _UNQUIET:
         return []
-    (candidate, level), _ = max(spread.items(), key=lambda item: item[1])
-    low, high = min(rates[candidate, level]), max(rates[candidate, level])
+    (candidate, level, place), _ = max(spread.items(), key=lambda item: item[1])
+    low, high = min(rates[candidate, level, place]), max(rates[candidate, level, place])
+    where = place if len({place for *_, place in rates}) > 1 and place else "This machine"
     return [
-        f"This machine was not quiet: launches of one and the same configuration ({candidate}) ranged from {low:.1f} "
+        f"{where} was not quiet: launches of one and the same configuration ({candidate}) ranged from {low:.1f} "
         f"to {high:.1f} tok/s at concurrency {level}. Stop what else runs on it and measure again under a new name."
     ]
 

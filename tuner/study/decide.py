@@ -41,6 +41,7 @@ def recommendation(data: StudyData) -> Recommendation:
         simulated=data.simulated,
         worst_level=guard.min_speedup or 0.0,
         composites=_composites(data),
+        places={launch.id: launch.place for launch in data.launches},
     )
     notes = [f"Candidate {candidate} failed in confirmation and was left out." for candidate in sorted(dropped)]
     notes += [

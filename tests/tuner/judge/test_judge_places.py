@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -24,6 +25,20 @@ def test_a_candidate_that_gains_at_one_host_alone_is_named_with_both_figures() -
     assert found[0].speedups["a"] == pytest.approx(1.127, abs=0.02)
     assert "gains +1" in found[0].sentence
     assert " at a, " in found[0].sentence
+    assert 1 < found[0].low < found[0].speedups["a"] / found[0].speedups["b"] < found[0].high
+    assert "a beside b: +" in found[0].sentence
+
+
+def test_the_interval_of_a_difference_holds_the_true_one_as_often_as_it_says() -> None:
+    rng = random.Random(3)
+    found = [
+        each
+        for _ in range(300)
+        for each in differences({("x", 1): {"a": pairs(rng, 0.2, 4, 0.03), "b": pairs(rng, 0.1, 4, 0.03)}})
+    ]
+    assert len(found) > 280
+    held = sum(each.low <= math.exp(0.1) <= each.high for each in found)
+    assert held >= 0.92 * len(found), "95 % were promised"
 
 
 def test_places_that_are_alike_are_seldom_said_to_differ() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import sqlalchemy as sa
@@ -12,6 +14,7 @@ import sqlalchemy as sa
 from tests.tuner.study.toy_study import SPACE as TOY
 from tests.tuner.study.toy_study import ToyMachine, controller, space, study
 from tuner.errors import EnvironmentBroken, UsageError
+from tuner.export.choose import choose
 from tuner.records import Candidate, Failure
 from tuner.space import Space
 from tuner.study.data import Budget, StudyData
@@ -248,8 +251,8 @@ def test_devices_are_part_of_a_launch_and_not_of_the_study(tmp_path: Path) -> No
             space(TOY, f"engine.devices={bad}")
 
 
-def measured_by_two(tmp_path: Path, *, gain_at_b: float):
-    """A study that A and B have measured, one after the other; at B the server gains otherwise."""
+def measured_by_two(tmp_path: Path, *, gain_at_b: float, speed_at_b: float = 1.0):
+    """A study that A and B have measured, one after the other; at B the server gains otherwise, and is slower."""
     store = abandoned_by_a(tmp_path, 26, launches=20)
     other, baseline = ToyMachine(), dict(store.data().baseline.settings)
     measure = other.measure
@@ -257,9 +260,10 @@ def measured_by_two(tmp_path: Path, *, gain_at_b: float):
     def differently(server, record, **more):
         outcome = measure(server, record, **more)
         block = outcome.block
-        if block is None or dict(record.settings) == baseline:
+        if block is None:
             return outcome
-        return replace(outcome, block=replace(block, tokens_per_s=block.tokens_per_s * gain_at_b))
+        factor = speed_at_b * (1.0 if dict(record.settings) == baseline else gain_at_b)
+        return replace(outcome, block=replace(block, tokens_per_s=block.tokens_per_s * factor))
 
     other.measure = differently  # type: ignore[method-assign]
     return worker(store, B, world=other).run()
@@ -281,7 +285,48 @@ def test_who_measured_what_is_told_place_by_place(tmp_path: Path) -> None:
     document = report(study_view(data))
     for text in (markdown(document), html(document)):
         assert "Where it was measured" in text
-    assert "| `a` |" in markdown(document)
+        assert "cannot be held against one another" in text
+    said = markdown(document)
+    assert "| `a` |" in said
+    together = f"| **together** | {len(data.launches)} | – | {sum(b.block.valid for b in data.blocks.values())} |"
+    assert together in said
+    assert f"Launches: {len(data.launches)} begun (" in said
+
+
+def test_absolute_figures_of_two_places_are_never_pooled(tmp_path: Path) -> None:
+    """B serves everything at half A's speed: the gain is the same, no alarm is raised, an export has one place's."""
+    data = measured_by_two(tmp_path, gain_at_b=1.0, speed_at_b=0.5)
+    found = recommendation(data)
+    alone = recommendation(measured_by_two(fresh(tmp_path), gain_at_b=1.0))
+    assert found.overall.winner is not None
+    assert found.overall.winner == alone.overall.winner
+    assert found.overall.verdict.speedup == pytest.approx(alone.overall.verdict.speedup, rel=0.01)
+    assert not [note for note in found.advice if "not quiet" in note or "Places differ" in note]
+    at = places(data)
+    for pair in data.pairs:
+        ends = {at[data.blocks[block].launch_id] for block in (pair.baseline_block, pair.candidate_block)}
+        assert len(ends) == 1, "each place has its own baseline"
+    chosen = choose(data)
+    assert "the figures are those of b" in chosen.note
+    for level, figure in zip(chosen.reference.levels, chosen.provenance.figures, strict=True):
+        mine, base = (
+            [
+                b.block.tokens_per_s
+                for b in data.blocks.values()
+                if (b.candidate_id, b.role, b.concurrency) == (whose, "confirm", level.concurrency)
+                and at[b.launch_id] == "b"
+            ]
+            for whose in (found.overall.winner.id, data.baseline.id)
+        )
+        assert level.tokens_per_s == tuple(mine)
+        assert figure.tokens_per_s == pytest.approx(fmean(mine))
+        assert figure.baseline_tokens_per_s == pytest.approx(fmean(base))
+
+
+def fresh(folder: Path) -> Path:
+    made = folder / "fresh"
+    made.mkdir()
+    return made
 
 
 def test_a_gain_that_hangs_on_the_place_is_said_in_the_recommendation(tmp_path: Path) -> None:
@@ -294,6 +339,7 @@ def test_a_gain_that_hangs_on_the_place_is_said_in_the_recommendation(tmp_path: 
     assert notes
     assert " at a, " in notes[0]
     assert " at b" in notes[0]
+    assert re.search(r"a beside b: \+\d+\.\d % \(95 % interval \+\d+\.\d % to \+\d+\.\d %\)", notes[0])
 
 
 @pytest.mark.parametrize(("dead", "ended"), [(Place("a", ("0",)), True), (Place("b"), False)])

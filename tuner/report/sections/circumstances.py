@@ -19,6 +19,7 @@ from tuner.report.document import (
     code,
     line,
     section,
+    strong,
     table,
 )
 from tuner.report.sections.leaderboard import standing
@@ -107,8 +108,17 @@ def _places(view: StudyView) -> list[Block]:
     ]
     if not rows:
         return []
-    head = ["Place", "Launches", "Candidates", "Blocks", "Pairs", "Failures", "Baseline, tok/s", "Last heard of"]
-    text = "A place is a host, or devices of one; both blocks of a pair are of one place."
+    launches, blocks = sum(view.launches.values()), view.valid_blocks
+    rest = launches - sum(p.launches for p in view.places), blocks - sum(p.blocks for p in view.places)
+    if any(rest):
+        rows.append(["imported, or of no place", str(rest[0]), NONE, str(rest[1]), NONE, NONE, NONE, NONE])
+    if len(rows) > 1:
+        rows.append([strong("together"), str(launches), NONE, str(blocks), NONE, NONE, NONE, NONE])
+    head = ["Place", "Launches", "Candidates", "Valid blocks", "Pairs", "Failures", "Baseline, tok/s", "Last heard of"]
+    text = (
+        "A place is a host, or devices of one; both blocks of a pair are of one place, and a pair counts once at every "
+        "level. Launches are all that were begun, those of the baseline, failed and interrupted ones too."
+    )
     return [Heading(line("Where it was measured")), Paragraph(line(text)), table(head, rows, "lrrrrrll")]
 
 
@@ -131,8 +141,10 @@ def _method(view: StudyView) -> Iterable[Line]:
         f", up to {view.max_tokens} tokens, temperature {view.temperature:g}; closed loop at concurrency {shares} "
         "(share in the objective).",
     )
+    begun = sum(view.launches.values())
     yield line(
-        f"Launches: {view.launches_used} of {view.budget_launches} ({launches}); {view.valid_blocks} valid blocks."
+        f"Launches: {begun} begun ({launches}), of which {view.launches_used} count against the budget of "
+        f"{view.budget_launches}; {view.valid_blocks} valid blocks."
     )
     if view.window_s is not None and view.warmup_s is not None:
         yield line(

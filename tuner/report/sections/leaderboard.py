@@ -33,12 +33,18 @@ HEAD = ["Candidate", "C", "tok/s", "Per request", "Average", "p50", "p99", "Ok",
 
 def leaderboard(view: StudyView) -> Section:
     """Every candidate, the baseline and the winner first, then by speed."""
+    unlike = ""
+    if len(view.places) > 1:
+        unlike = (
+            " Several places have measured: their tokens per second and latencies cannot be held against one another, "
+            "the changes can, for each is against the baseline of its own place."
+        )
     explained = Paragraph(
         line(
             "C: requests under way at once. Per request: tokens per second of one stream. Latency: of whole requests, "
             "in seconds. Ok: requests that ended well. Δ: change of throughput against the baseline in paired blocks; "
             "an interval is given only where the decision rests on one, and figures of the search are chosen for their "
-            "luck."
+            f"luck.{unlike}"
         ),
         "note",
     )
