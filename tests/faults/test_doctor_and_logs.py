@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from tests.faults.test_launch_log import alive
 from tests.tuner.study.toy_study import study as toy_study
+from tuner.bench.machine import Surroundings
 from tuner.cli.app import app
 from tuner.launch import pump
 from tuner.launch.leftovers import leftovers as everything
@@ -108,9 +109,41 @@ def test_the_machine_and_its_engines_are_shown(monkeypatch: pytest.MonkeyPatch, 
     assert (status, facts["problems"]) == (0, [])
     assert facts["engines"]["bundled"]
     assert facts["cores"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("foreign", "steal", "said"),
+    [
+        (0.02, 0.0, "nothing is in the way of a study"),
+        (0.4, 0.0, "other programs take 40 % of the cores' time: it shows as noise"),
+        (0.9, 0.0, "other programs take 90 % of the cores' time: blocks measured now would be invalid"),
+        (0.0, 0.3, "the hypervisor takes 30 % of the cores' time: blocks measured now would be invalid"),
+    ],
+)
+def test_a_machine_under_load_is_not_called_healthy(
+    foreign: float, steal: float, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tuner.launch.leftovers.leftovers", list)
+    monkeypatch.setattr("tuner.bench.machine.between", lambda *_: Surroundings(foreign=foreign, steal=steal))
     result = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
-    assert result.exit_code == 0
-    assert "nothing is in the way of a study" in result.stdout
+    assert result.exit_code == 0, "load is no breakage"
+    shown = " ".join(result.stdout.split())
+    assert said in shown
+    assert ("healthy" in shown) == ("nothing" in said)
+    assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["load"]["foreign"] == foreign
+
+
+def test_who_is_busy_on_the_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tuner.bench.machine.between", lambda *_: Surroundings(foreign=0.9, steal=0.0))
+    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        _, facts = doctor()
+        assert any(f"process {spinning.pid} (" in each for each in facts["load"]["busiest"])
+    finally:
+        spinning.kill()
+        spinning.wait()
 
 
 def test_too_little_disk_is_a_broken_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import httpx
@@ -46,31 +46,26 @@ def command(
     """Measure a running server at each concurrency: throughput, latencies, and whether the figures hold."""
     try:
         texts = load_prompts(prompts, split="tuning" if prompts in shipped_sets() else "all")
+        asked = Asked(prompts, len(texts), max_tokens, temperature, seed, model)
         if rate is not None:
             code = bench_open(
                 url,
                 rate=rate,
                 seconds=seconds,
                 warmup_s=window_plan(profile).warmup_s,
-                max_tokens=max_tokens,
-                temperature=temperature,
+                asked=asked,
                 prompts=texts,
-                model=model,
                 api_key=api_key,
-                seed=seed,
                 as_json=as_json,
             )
         else:
             code = bench(
                 url,
                 levels=parse_levels(concurrency),
-                max_tokens=max_tokens,
-                temperature=temperature,
+                asked=asked,
                 prompts=texts,
                 plan=window_plan(profile),
-                model=model,
                 api_key=api_key,
-                seed=seed,
                 as_json=as_json,
             )
     except TunerError as error:
@@ -80,17 +75,47 @@ def command(
         raise typer.Exit(code)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of the server: `count` prompts of a set or file, so many tokens of each answer at most."""
+
+    prompts: str
+    count: int
+    max_tokens: int
+    temperature: float
+    seed: int
+    model: str | None = None
+
+    def check(self) -> None:
+        """Raises `UsageError` where it makes no sense."""
+        if self.max_tokens < 1:
+            raise UsageError(f"--max-tokens {self.max_tokens}: must be at least 1")
+        if not 0 <= self.temperature <= 2:
+            raise UsageError(f"--temperature {self.temperature}: must lie between 0 and 2")
+
+    @property
+    def sentence(self) -> str:
+        """The same for a person."""
+        part = ", its tuning part" if self.prompts in shipped_sets() else ""
+        greedy = " (greedy)" if self.temperature == 0 else ""
+        return (
+            f"{self.count} prompts ({self.prompts}{part}), up to {self.max_tokens} tokens each at temperature "
+            f"{self.temperature:g}{greedy}"
+        )
+
+
+def _window(plan: WindowPlan) -> str:
+    return f"{plan.window_s:g} to {plan.window_cap_s:g} s behind {plan.warmup_s:g} s or more of warm-up"
+
+
 def bench(
     url: str,
     *,
     levels: list[int],
-    max_tokens: int,
-    temperature: float,
+    asked: Asked,
     prompts: list[Prompt],
     plan: WindowPlan,
-    model: str | None,
     api_key: str | None,
-    seed: int,
     as_json: bool,
 ) -> int:
     """Measure and print; returns the exit code: 0, or 1 when no level gave a valid block.
@@ -100,13 +125,12 @@ def bench(
         EnvironmentBroken: nothing answers at the URL, or it is no OpenAI-compatible server.
         LaunchFailed: the server failed at the first level; later failures are printed and end the run.
     """
-    if max_tokens < 1:
-        raise UsageError(f"--max-tokens {max_tokens}: must be at least 1")
-    if not 0 <= temperature <= 2:
-        raise UsageError(f"--temperature {temperature}: must lie between 0 and 2")
+    asked.check()
     target = Target.parse(url)
     target.head("GET", "/v1/models", api_key)
-    served = served_model(target, api_key, model)
+    served = served_model(target, api_key, asked.model)
+    if not as_json:
+        print(f"{asked.sentence}, at concurrency {', '.join(map(str, levels))}: {_window(plan)} a level.", flush=True)
     screen = Console(stderr=True)
     blocks: list[Block] = []
     failure: Failure | None = None
@@ -122,10 +146,10 @@ def bench(
                 prompts=prompts,
                 concurrency=level,
                 role="screen",
-                max_tokens=max_tokens,
-                temperature=temperature,
+                max_tokens=asked.max_tokens,
+                temperature=asked.temperature,
                 plan=plan,
-                seed=seed,
+                seed=asked.seed,
                 api_key=api_key,
                 ceiling_events_per_s=client_ceiling(),
                 on_progress=show if sys.stderr.isatty() else None,
@@ -137,7 +161,7 @@ def bench(
     if failure is not None and not blocks:
         raise LaunchFailed(failure)
     if as_json:
-        print(json.dumps(_document(target, served, blocks, failure), indent=2))
+        print(json.dumps(_document(target, served, asked, blocks, failure), indent=2))
     else:
         _print(Console(), target, served, blocks, failure)
     return 0 if failure is None and any(block.valid for block in blocks) else 1
@@ -149,12 +173,9 @@ def bench_open(
     rate: float,
     seconds: float,
     warmup_s: float,
-    max_tokens: int,
-    temperature: float,
+    asked: Asked,
     prompts: list[Prompt],
-    model: str | None,
     api_key: str | None,
-    seed: int,
     as_json: bool,
 ) -> int:
     """The open loop: measure and print; returns the exit code: 0, or 1 when the run is not valid.
@@ -162,23 +183,26 @@ def bench_open(
     Raises:
         UsageError, EnvironmentBroken: as `bench`.
     """
-    if max_tokens < 1:
-        raise UsageError(f"--max-tokens {max_tokens}: must be at least 1")
+    asked.check()
     target = Target.parse(url)
+    served = served_model(target, api_key, asked.model)
+    if not as_json:
+        print(f"{asked.sentence}, {rate:g} requests a second for {seconds:g} s behind {warmup_s:g} s of warm-up.")
     found = run_open_loop(
         target.base_url,
-        model=served_model(target, api_key, model),
+        model=served,
         prompts=prompts,
         rate=rate,
         seconds=seconds,
         warmup_s=warmup_s,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
+        max_tokens=asked.max_tokens,
+        temperature=asked.temperature,
+        seed=asked.seed,
         api_key=api_key,
     )
     if as_json:
-        print(json.dumps({"url": target.base_url, **asdict(found), "valid": found.valid}, indent=2))
+        told = {"url": target.base_url, "workload": asdict(asked), **asdict(found), "valid": found.valid}
+        print(json.dumps(told, indent=2))
     else:
         _print_open(Console(), target, found)
     return 0 if found.valid else 1
@@ -319,10 +343,13 @@ def _print(console: Console, target: Target, served: str, blocks: list[Block], f
         console.print(f"Ended early: {failure.kind}: {failure.message}", markup=False)
 
 
-def _document(target: Target, served: str, blocks: list[Block], failure: Failure | None) -> Mapping[str, Any]:
+def _document(
+    target: Target, served: str, asked: Asked, blocks: list[Block], failure: Failure | None
+) -> Mapping[str, Any]:
     return {
         "url": target.base_url,
         "model": served,
+        "workload": asdict(asked),
         "blocks": [{**block.to_dict(), "valid": block.valid, "success_rate": block.success_rate} for block in blocks],
         "failure": None if failure is None else {"kind": failure.kind, "message": failure.message},
     }

@@ -8,7 +8,9 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 import typer
@@ -170,3 +172,18 @@ def duration(seconds: float | None) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def by_the_clock(seconds: float, now: float | None = None) -> str:
+    """When something ends that takes so long, by this machine's clock; `now` in seconds since 1970."""
+    began = datetime.fromtimestamp(time.time() if now is None else now)
+    ends = began + timedelta(seconds=seconds)
+    if ends.date() == began.date():
+        return f"{ends:%H:%M}"
+    return f"{ends:%A %H:%M}" if seconds < 6 * 86400 else f"{ends:%Y-%m-%d %H:%M}"
+
+
+def remaining(seconds: float, *, virtual: bool = False) -> str:
+    """How long something still takes, and when that is; a virtual clock says no time of day."""
+    end = " on its virtual clock" if virtual else f", ends about {by_the_clock(seconds)}"
+    return f"about {duration(seconds)} left{end}"

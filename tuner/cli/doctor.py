@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tuner.cli import options
 from tuner.cli.console import say_json
+
+if TYPE_CHECKING:
+    from tuner.launch.processes import Process
+
+LOOK_S = 1.0
+"""How long other programs' load is watched."""
+
+QUIET = 0.05
+"""Share of all cores' time that others may take on a machine that is called quiet."""
 
 MIN_DISK_GIB = 1.0
 """Below this a study is likely to meet a full disk: one launch alone may log 96 MiB."""
@@ -35,7 +46,7 @@ def command(
         "clear it with: tuner doctor --clean"
         for left in still
     ]
-    facts = {**_machine(problems), "gpus": _gpus(), "engines": _engines(problems)}
+    facts = {**_machine(problems), "load": _load(), "gpus": _gpus(), "engines": _engines(problems)}
     facts |= {"leftovers": [asdict(left) for left in still], "cleaned": len(found) - len(still), "problems": problems}
     if as_json:
         say_json(facts)
@@ -63,6 +74,57 @@ def _machine(problems: list[str]) -> dict[str, Any]:
         problems.append("no free port was found on 127.0.0.1, so no server can be started")
     facts = {name: value for name, value in hardware().items() if name != "gpus"}
     return {**facts, "studies": str(place), "disk_free_gib": round(free_gib, 1), "free_port": port}
+
+
+def _load() -> dict[str, Any]:
+    """What other programs and the hypervisor take of the cores just now, as shares, and what that means for a study."""
+    from tuner.bench import machine
+    from tuner.bench.gates import MAX_FOREIGN_LOAD, MAX_STEAL
+    from tuner.launch.processes import snapshot
+
+    before, began = snapshot(), time.monotonic()
+    first = machine.read(time.process_time)
+    time.sleep(LOOK_S)
+    seen = machine.between(first, machine.read(time.process_time))
+    busiest = _busiest(before, time.monotonic() - began)
+    said = [
+        f"{name} {100 * share:.0f} % of the cores' time"
+        for name, share in (("other programs take", seen.foreign), ("the hypervisor takes", seen.steal))
+        if share is not None and share > QUIET
+    ]
+    means = ""
+    if (seen.foreign or 0.0) > MAX_FOREIGN_LOAD or (seen.steal or 0.0) > MAX_STEAL:
+        means = (
+            f"{' and '.join(said)}: blocks measured now would be invalid (limits {100 * MAX_FOREIGN_LOAD:.0f} % and "
+            f"{100 * MAX_STEAL:.0f} %), and a study would stop. End what runs here, or wait for it"
+        )
+    elif said:
+        means = (
+            f"{' and '.join(said)}: it shows as noise in every figure, and intervals become wide; limits of a valid "
+            f"block are {100 * MAX_FOREIGN_LOAD:.0f} % and {100 * MAX_STEAL:.0f} %"
+        )
+    return {"foreign": seen.foreign, "steal": seen.steal, "busiest": busiest if means else [], "means": means}
+
+
+def _busiest(before: Mapping[int, Process], seconds: float) -> list[str]:
+    """The programs that have computed most since then, with their shares of one core."""
+    from tuner.launch.processes import snapshot
+
+    then = {process.key: process.cpu_s for process in before.values()}
+    spent = {
+        process.pid: process.cpu_s - then[process.key]
+        for process in snapshot().values()
+        if process.key in then and process.pid != os.getpid()
+    }
+    first = sorted(((used, pid) for pid, used in spent.items() if used > QUIET * seconds), reverse=True)[:3]
+    return [f"process {pid} ({_name(pid)}) {100 * used / seconds:.0f} %" for used, pid in first]
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except OSError:
+        return "ended since"
 
 
 def _existing(path: Path) -> Path:
@@ -125,6 +187,9 @@ def _print(facts: dict[str, Any]) -> None:
 
     row("processor", f"{facts['cpu']}, {facts['cores']} usable cores")
     row("memory", f"{facts['memory_gib']} GiB")
+    load = facts["load"]
+    if load["foreign"] is not None:
+        row("load", f"{100 * load['foreign']:.0f} % of the cores by other programs, over {LOOK_S:g} s")
     row("studies", f"{facts['studies']}: {facts['disk_free_gib']} GiB free")
     row("port", f"{facts['free_port']} is free")
     gpus = facts["gpus"]
@@ -151,6 +216,10 @@ def _print(facts: dict[str, Any]) -> None:
         row("cleaned", f"{facts['cleaned']} launches of dead tuners")
     for problem in facts["problems"]:
         row("broken", problem)
-    if not facts["problems"]:
+    if load["means"]:
+        row("not quiet", load["means"])
+        if load["busiest"]:
+            row("", f"busiest, of one core: {', '.join(load['busiest'])}")
+    elif not facts["problems"]:
         row("healthy", "nothing is in the way of a study")
     Console(width=None if Console().is_terminal else 120).print(table)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuner.cli import options
-from tuner.cli.console import complain, outlive_output, say
+from tuner.cli.console import complain, duration, outlive_output, say
 from tuner.errors import TunerError, UsageError
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def conclude(
     if not (quiet or json_log):
         if nothing_new:
             say("\nThis study was complete: nothing was measured now. To begin anew, give it a new name with --study.")
-        say(f"\nThe search ended because: {data.reason}.")
+        say(f"\nThe search ended because: {data.reason}. It took {duration(data.elapsed_s)} with a server in all.")
         for saved in filter(None, (saving(data).sentence, looks_saved(data).sentence)):
             say(saved)
         say(f"Every candidate:      tuner report {data.name}{where}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tuner.cli import options
-from tuner.cli.console import duration, say
+from tuner.cli.console import duration, remaining, say
 
 if TYPE_CHECKING:
     from tuner.study.glance import Glance
@@ -67,8 +67,15 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
         say(pareto)
     for line in _places(data, workers, now):
         say(line)
-    left = f", about {duration(found.left_s)} left" if found.left_s and data.state != "done" else ""
-    say(f"time:        {duration(found.elapsed_s)} with a server{left}")
+    left = ""
+    if found.left_s and data.state != "done":
+        virtual = (data.space.get("simulation") or {}).get("clock") == "virtual"
+        left = (
+            f", {remaining(found.left_s, virtual=virtual)}"
+            if workers
+            else f", about {duration(found.left_s)} left once it goes on"
+        )
+    say(f"time:        {duration(found.elapsed_s)} with a server so far{left}")
     for kind, message in data.events:
         if message:
             say(f"  {kind}: {message}")

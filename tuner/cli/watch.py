@@ -15,10 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tuner.cli.console import duration
+from tuner.cli.console import duration, remaining
 from tuner.study.data import Slot, StudyData
 from tuner.study.progress import Event, Observer, Silent
-from tuner.study.summary import Summary, summary
+from tuner.study.simulated_world import virtual
+from tuner.study.summary import Summary, summary, time_left_s
 from tuner.study.words import change, described
 
 REFRESH_PER_S = 1
@@ -36,15 +37,25 @@ PHASES = {
 
 
 class PlainLines(Silent):
-    """One line per event, with the time since the start; flushed, so that a log is never behind."""
+    """One line per event, with the time since the start; flushed, so that a log is never behind.
+
+    A launch has what is left, too, as far as is known.
+    """
 
     def __init__(self) -> None:
         self.began = time.monotonic()
+        self.left = ""
+
+    def state(self, data: StudyData) -> None:
+        """What is left from now on."""
+        seconds = time_left_s(data)
+        self.left = f"; {remaining(seconds, virtual=virtual(data.space))}" if seconds else ""
 
     def event(self, event: Event) -> None:
         """Prints it."""
         seconds = int(time.monotonic() - self.began)
-        print(f"[{seconds // 60:3d}:{seconds % 60:02d}] {event.message}", flush=True)
+        left = self.left if event.kind == "launch" else ""
+        print(f"[{seconds // 60:3d}:{seconds % 60:02d}] {event.message}{left}", flush=True)
 
 
 class JsonLines(Silent):
@@ -122,8 +133,8 @@ class LiveDisplay(Silent):
         used = f"{found.launches_used} of {data.budget.launches} launches, {len(data.measured)} candidates"
         failed = f", {sum(found.failures.values())} failed" if found.failures else ""
         table.add_row("done", used + failed)
-        left = f", about {duration(found.left_s)} left" if found.left_s is not None else ""
-        table.add_row("time", f"{duration(time.monotonic() - self.began)} in this run{left}")
+        left = f", {remaining(found.left_s, virtual=virtual(data.space))}" if found.left_s else ""
+        table.add_row("time", f"{duration(time.monotonic() - self.began)} since this run began{left}")
 
 
 def watching(*, quiet: bool, json_log: bool) -> tuple[Observer, AbstractContextManager[object]]:

@@ -16,9 +16,26 @@ def recommendation_lines(found: Recommendation) -> list[str]:
     lines = [f"Recommendation of study {found.study} ({found.profile} profile){mark}", ""]
     for choice in (found.overall, *found.per_concurrency):
         lines += _choice(choice)
+    lines += _confidence(found)
     if found.advice:
         lines += ["", *(f"Note: {note}" for note in found.advice)]
     return lines
+
+
+def _confidence(found: Recommendation) -> list[str]:
+    """What the intervals promise, in words; nothing where none is shown."""
+    shown = [c.verdict for c in (found.overall, *found.per_concurrency) if c.verdict is not None]
+    levels = sorted({each.confidence for each in shown if each.low is not None})
+    if not levels:
+        return []
+    text = f"An interval of {100 * levels[0]:.4g} % would miss the true change in {_one_in(levels[0])} such studies"
+    if len(levels) > 1:
+        text += f", one of {100 * levels[-1]:.4g} % in {_one_in(levels[-1])}: where more is claimed, each must be surer"
+    return ["", f"{text}."]
+
+
+def _one_in(confidence: float) -> str:
+    return f"one of {1 / (1 - confidence):.0f}"
 
 
 def settings_line(settings: Mapping[str, Setting]) -> str:

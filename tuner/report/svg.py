@@ -119,20 +119,37 @@ def _forest(chart: Forest, width: int) -> str:
         left, below = (ends + 14, line) if wide else (float(EDGE), line + 17)
         drawing.text(left, below, figure, "figure")
         drawing.text(left + FIGURE, below, mark.note, "aside", room=width - left - FIGURE)
-        _mark(drawing, chart, mark, x, top + track)
+        _mark(drawing, chart, mark, x, top + track, (low, high))
     return drawing.svg(bottom + 24, _label(chart))
 
 
-def _mark(drawing: Drawing, chart: Forest, mark: Mark, x: Callable[[float], float], y: float) -> None:
+def _mark(
+    drawing: Drawing, chart: Forest, mark: Mark, x: Callable[[float], float], y: float, ends: tuple[float, float]
+) -> None:
     kind = _kind(chart, mark)
     hint = f"{mark.label}: {percent(mark.value)}"
     if mark.low is not None and mark.high is not None:
         hint += f" ({percent(mark.low)} to {percent(mark.high)})"
         drawing.add("line", None, hint, x1=x(mark.low), x2=x(mark.high), y1=y, y2=y, cls=f"interval {kind}")
+    told = [v for v in (mark.value, mark.low, mark.high) if v is not None]
+    for side in _beyond(told, ends):
+        at = x(ends[0] if side < 0 else ends[1])
+        _arrow(drawing, [(at + 6 * side, y), (at, y - 5), (at, y + 5)], kind, f"{hint}: beyond the axis")
     for dot in mark.dots:
         drawing.add("circle", None, percent(dot), cx=x(dot), cy=y + 8, r=2.5, cls="dot")
     if mark.value is not None:
         drawing.add("circle", None, hint, cx=x(mark.value), cy=y, r=5, cls=f"mark {kind}")
+
+
+def _beyond(values: Sequence[float], ends: tuple[float, float]) -> list[int]:
+    """The sides, -1 and 1, at which a mark or its interval runs off the axis and is cut."""
+    off = {-1: min(values, default=ends[0]) < ends[0], 1: max(values, default=ends[1]) > ends[1]}
+    return [side for side, runs in off.items() if runs]
+
+
+def _arrow(drawing: Drawing, corners: Sequence[tuple[float, float]], kind: str, hint: str) -> None:
+    points = " ".join(f"{_plain(a)},{_plain(b)}" for a, b in corners)
+    drawing.add("polygon", None, hint, points=points, cls=f"beyond {kind}")
 
 
 def _kind(chart: Forest, mark: Mark) -> str:
@@ -181,7 +198,7 @@ def _curves(chart: Curves, width: int) -> str:
         shift = (i - (len(chart.curves) - 1) / 2) * 5
         series = i if curve.series is None else curve.series
         _legend(drawing, curve, i, series, width)
-        _curve(drawing, chart, curve, series, lambda v, s=shift: over(across(v)) + s, y)  # type: ignore[misc]
+        _curve(drawing, chart, curve, series, lambda v, s=shift: over(across(v)) + s, y, (low, high))  # type: ignore[misc]
     return drawing.svg(bottom + 44, _label(chart))
 
 
@@ -192,6 +209,7 @@ def _curve(
     i: int,
     x: Callable[[float], float],
     y: Callable[[float], float],
+    ends: tuple[float, float],
 ) -> None:
     path = " ".join(f"{_plain(x(p.x))},{_plain(y(p.y))}" for p in curve.points)
     dashed = " dashed" if curve.predicted or not curve.firm else ""
@@ -201,6 +219,10 @@ def _curve(
         if point.low is not None and point.high is not None:
             at = x(point.x)
             drawing.add("line", x1=at, x2=at, y1=y(point.low), y2=y(point.high), cls=f"whisker c{i % SERIES}")
+        for side in _beyond([v for v in (point.y, point.low, point.high) if v is not None], ends):
+            at, edge = x(point.x), y(ends[0] if side < 0 else ends[1])
+            hint = f"{curve.name}, at {point.x:g}: beyond the axis"
+            _arrow(drawing, [(at, edge - 6 * side), (at - 5, edge), (at + 5, edge)], f"c{i % SERIES}", hint)
         if not curve.predicted:
             _shape(drawing, i, x(point.x), y(point.y), f"{curve.name}, at {point.x:g}: {said}", curve.firm)
 
@@ -239,7 +261,13 @@ def _scatter(chart: Scatter, width: int) -> str:
     top, bottom = legend + 22, legend + 22 + height
     points = [point for curve in chart.curves for point in curve.points]
     over, xs = _decades([point.x for point in points], left + 14, width - EDGE - 14, 5)
-    rise, ys = _decades([v for p in points for v in (p.y, p.low, p.high) if v], bottom - 8, top + 8, 6)
+    rates = [p.y for p in points]
+    lowest, highest = min(rates) / FURTHEST, max(rates) * FURTHEST
+
+    def cut(rate: float) -> float:
+        return min(max(rate, lowest), highest)
+
+    rise, ys = _decades([cut(v) for p in points for v in (p.y, p.low, p.high) if v], bottom - 8, top + 8, 6)
     drawing.text(EDGE, legend + 12, chart.y_name, "tick")
     for tick in ys:
         drawing.add("line", x1=left, x2=width - EDGE, y1=rise(tick), y2=rise(tick), cls="grid")
@@ -258,7 +286,12 @@ def _scatter(chart: Scatter, width: int) -> str:
         for p in curve.points:
             if p.low and p.high:
                 at = over(p.x)
-                drawing.add("line", x1=at, x2=at, y1=rise(p.low), y2=rise(p.high), cls=f"whisker c{i % SERIES}")
+                ends = cut(p.low), cut(p.high)
+                drawing.add("line", x1=at, x2=at, y1=rise(ends[0]), y2=rise(ends[1]), cls=f"whisker c{i % SERIES}")
+                for side in _beyond([p.low, p.high], ends):
+                    edge = rise(ends[0] if side < 0 else ends[1])
+                    corners = [(at, edge - 6 * side), (at - 5, edge), (at + 5, edge)]
+                    _arrow(drawing, corners, f"c{i % SERIES}", f"{curve.name}: {p.low:.1f} to {p.high:.1f}")
             _shape(drawing, i, over(p.x), rise(p.y), f"{curve.name}: {p.y:.1f} at {p.x:.1f}", curve.firm)
     return drawing.svg(bottom + 44, _label(chart))
 

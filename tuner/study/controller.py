@@ -231,7 +231,11 @@ class Controller:
             case Confirm(confirmation=confirmation):
                 self.store.put_confirmation(confirmation)
                 named = " and ".join(self._named(data, c) for c in confirmation.finalists)
-                self._say("confirmation", f"confirming {named} in {confirmation.pairs} pairs with the baseline")
+                self._say(
+                    "confirmation",
+                    f"confirming {named} in {confirmation.pairs} pairs with the baseline: the search measured each "
+                    "candidate once and so picks the lucky, and only fresh launches beside the baseline's can tell",
+                )
             case TakeOver(number=number, repetition=repetition):
                 self.store.trials.take_over(number, self.place, repetition)
                 whom = self._named(data, data.trials[number].candidate_id)

@@ -24,6 +24,9 @@ def test_a_running_server_is_measured_at_each_level(server, tuner_bench):
     result = tuner_bench(server.url + "/v1", "--concurrency", "1,4", "--max-tokens", 16)
     assert result.exit_code in (0, 1), result.output  # 1: a busy machine may fail a timing gate
     assert "null at http://127.0.0.1" in result.stdout
+    asked = "prompts (mixed, its tuning part), up to 16 tokens each at temperature 0 (greedy), at concurrency 1, 4: "
+    assert asked in result.stdout
+    assert "s behind" in result.stdout.splitlines()[0]
     assert all(column in result.stdout for column in COLUMNS)
     rows = [line for line in result.stdout.splitlines() if line.startswith("│")]
     assert [row.split("│")[1].strip() for row in rows] == ["1", "4"]
@@ -34,6 +37,8 @@ def test_json_is_one_document_with_every_figure(server, tuner_bench):
     document = json.loads(result.stdout)
     (block,) = document["blocks"]
     assert (document["model"], block["concurrency"], block["success_rate"]) == ("null", 2, 1.0)
+    assert document["workload"].items() >= {"prompts": "mixed", "max_tokens": 16, "temperature": 0.0}.items()
+    assert document["workload"]["count"] >= 20
     assert block["tokens_per_s"] == pytest.approx(400, rel=0.2)
     assert {gate["name"] for gate in block["gates"] if not gate["ok"]} <= TIMING
 

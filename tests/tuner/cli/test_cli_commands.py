@@ -63,6 +63,25 @@ def test_run_ends_with_the_recommendation_and_what_to_do_next(machine):
     assert "tuner report toy" in result.stdout
     assert "tuner export toy --format shell --output DIR" in result.stdout
     assert re.search(r"^\[ *\d+:\d\d\] launch 1 of 5: the baseline \(screen\)$", result.stdout, re.MULTILINE)
+    left = r"^\[ *\d+:\d\d\] launch 4 of 5: .*; about \d+ (s|min) left, ends about (\w+ )?\d\d:\d\d$"
+    assert re.search(left, result.stdout, re.MULTILINE), "from the first launch on"
+    (why,) = re.findall(r"confirming .* in 1 pairs? with the baseline: (.*)", result.stdout)
+    assert "picks the lucky" in why
+    assert re.search(r"It took .* with a server in all\.$", result.stdout, re.MULTILINE)
+
+
+def test_a_plan_says_what_has_become_of_the_study_of_its_name(machine):
+    plan = tuner("plan", "toy.yaml").stdout
+    assert re.search(r"^time: about .*; begun now, it ends about (\w+ )?\d\d:\d\d", plan, re.MULTILINE)
+    assert "study toy" not in plan
+    tuner("run", "toy.yaml")
+    done = tuner("plan", "toy.yaml").stdout
+    assert "note: study toy is done (5 of 5 launches; " in done
+    assert "tuner run toy.yaml measures nothing more" in done
+    store = open_study("toy")
+    store.set_state("stopped")
+    store.close()
+    assert "note: study toy has begun (5 of 5 launches" in tuner("plan", "toy.yaml").stdout
 
 
 def test_space_is_the_same_as_the_file(machine):
@@ -116,6 +135,7 @@ def test_list_and_status_show_where_a_study_stands(machine):
     tuner("run", "toy.yaml")
     line = next(line for line in tuner("list").stdout.splitlines() if line.startswith("toy"))
     assert line.split()[1:4] == ["done", "5/5", "2"]
+    assert line.endswith("keep the baseline")
     status = tuner("status", "toy").stdout
     assert re.search(r"state: +done", status)
     assert re.search(r"launches: +5 of 5", status)

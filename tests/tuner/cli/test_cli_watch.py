@@ -1,9 +1,11 @@
 import io
+from datetime import datetime
 
 from rich.console import Console
 
 from tests.tuner.study.toy_study import SPACE, ToyMachine, controller, space, study
 from tuner.bench.block import BlockProgress
+from tuner.cli.console import by_the_clock, remaining
 from tuner.cli.watch import LiveDisplay, PlainLines
 from tuner.study.policy import Policy
 
@@ -45,3 +47,11 @@ def test_plain_lines_carry_the_time_and_no_escape_codes(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("[  0:0")
     assert "\x1b" not in "".join(lines)
+
+
+def test_an_end_is_told_by_the_clock_with_its_day_where_it_is_another_one():
+    noon = datetime(2026, 11, 30, 12, 0).timestamp()
+    assert by_the_clock(90, noon) == "12:01"
+    assert by_the_clock(13 * 3600, noon) == "Tuesday 01:00"
+    assert by_the_clock(10 * 86400, noon) == "2026-12-10 12:00"
+    assert remaining(600, virtual=True) == "about 10 min left on its virtual clock"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -32,6 +33,7 @@ from tuner.report.document import (
     Mark,
     Paragraph,
     Point,
+    Scatter,
     code,
     line,
     plain,
@@ -42,6 +44,7 @@ from tuner.report.document import (
 )
 from tuner.report.html import html
 from tuner.report.markdown import markdown
+from tuner.report.svg import WIDE, draw
 from tuner.report.view import FailureView, StudyView, study_view
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -178,6 +181,27 @@ def test_without_enough_measured_there_is_no_model(tmp_path: Path) -> None:
     view = study_view(study(tmp_path).data())
     assert view.predicted == {}
     assert "The model expects" not in markdown(report(view))
+
+
+def beyond(chart: Forest | Curves | Scatter) -> list[str]:
+    """The hints of the marks that say that something is cut."""
+    return re.findall(r'<polygon [^>]*class="beyond [^"]*"[^>]*><title>([^<]*)</title>', draw(chart))
+
+
+def test_an_interval_that_runs_off_the_axis_is_cut_with_a_mark_and_its_figures_stay() -> None:
+    within = Mark("a", 1.1, 0.9, 1.3)
+    both = Mark("b", 1.2, 0.01, 90.0)
+    assert beyond(Forest("t", (within,))) == []
+    hints = beyond(Forest("t", (within, both)))
+    assert len(hints) == 2
+    assert all("to +8900.0 %" in hint and "beyond the axis" in hint for hint in hints)
+    points = (Point(1, 1.1, 0.9, 1.3), Point(8, 1.2, 0.9, 90.0))
+    assert len(beyond(Curves("t", "x", (Curve("c", points),)))) == 1
+    rates = (Point(10, 100.0, 90.0, 110.0), Point(20, 120.0, 0.1, 130.0))
+    assert len(beyond(Scatter("t", "ms", "tokens", (Curve("c", rates),)))) == 1
+    for chart in (Forest("t", (within, both)), Curves("t", "x", (Curve("c", points),))):
+        numbers = [float(x) for x in re.findall(r' (?:x1|x2|cx)="([-\d.]+)"', draw(chart))]
+        assert all(0 <= x <= WIDE for x in numbers)
 
 
 TEXT = st.text(
