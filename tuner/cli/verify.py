@@ -93,6 +93,8 @@ def show(verified: Verified, before: dict[str, Any] | None = None) -> None:
             f"  concurrency {each.concurrency}: {each.measured:.1f} tokens/s, recorded {each.recorded:.1f} "
             f"({100 * (each.ratio - 1):+.1f} %, within {100 * each.tolerance:.1f} %: {each.outcome}){since}"
         )
+    if verified.levels:
+        say("  within: the loss that noise explains in 19 of 20 cases, and 1 % more")
     if verified.quality is not None:
         say(f"  answers: {verified.quality.outcome} ({verified.quality.why})")
     for sentence in verified.different:

@@ -72,8 +72,8 @@ def lines(record: LaunchRecord, provenance: Provenance) -> list[str]:
 
 
 def comment(texts: list[str]) -> str:
-    """Lines as a comment of a shell script, a YAML file or a unit."""
-    return "".join(f"# {text}".rstrip() + "\n" for text in texts)
+    """Lines as a comment of a shell script, a YAML file or a unit; none ends it, whatever it holds."""
+    return "".join(f"# {plain(text)}".rstrip() + "\n" for text in texts)
 
 
 def plain(value: object) -> str:

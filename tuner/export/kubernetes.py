@@ -60,6 +60,9 @@ def pod_values(record: LaunchRecord, provenance: Provenance, options: Options) -
                 f"the launch record's {what} of {size >> 10} KiB do not fit in a ConfigMap ({MOST >> 10} KiB). Nothing "
                 "was written."
             )
+    targets = [*made.files, *(path for mount in made.mounts for path in (mount.source, mount.target))]
+    if wrong := [path for path in targets if ":" in path or ".." in path.split("/")]:
+        raise UsageError(f"a pod cannot mount {wrong[0]!r}: no path there may hold ':' or '..'. Nothing was written.")
     if bad := [name for name in made.env if name == "." or name.startswith("..")]:
         raise UsageError(f"the launch record sets {bad[0]!r}, which no ConfigMap can hold. Nothing was written.")
     if made.user and not made.user.isdecimal():

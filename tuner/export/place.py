@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ def options_here(record: LaunchRecord, image: str | None = None) -> Options:
     Raises:
         UsageError: an image that has no name.
     """
-    if image is not None and (not image.strip() or image.startswith("-") or any(c.isspace() for c in image)):
+    if image is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]*", image):
         raise UsageError(f"--image '{image}' is not the name of an image. Nothing was written.")
     program = shutil.which(record.argv[0]) if record.argv else None
     return Options(

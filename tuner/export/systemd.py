@@ -26,9 +26,9 @@ def render_systemd(record: LaunchRecord, provenance: Provenance, options: Option
     """
     refuse(record)
     name = label(provenance.study)
-    if "$" in record.argv[0] or any(c in record.cwd for c in "\n\t"):
+    if "$" in record.argv[0]:
         raise UsageError(
-            "systemd cannot start a program with '$' in its name, nor in a folder with a line break in its"
+            "systemd cannot start a program with '$' in its name; --format shell can. Nothing was written."
         )
     secrets = secret_variables(record)
     head = [
@@ -53,7 +53,7 @@ def render_systemd(record: LaunchRecord, provenance: Provenance, options: Option
         "[Service]",
         "Type=exec",
         *([f"User={_text(options.user)}"] if options.user else []),
-        *([f"WorkingDirectory={_text(record.cwd)}"] if record.cwd else []),
+        *([f"WorkingDirectory={record.cwd.replace('%', '%%')}"] if _plain_cwd(record.cwd) else []),
         *(f"Environment={_quote(f'{name}={value}')}" for name, value in _plain_env(record).items()),
         *(f"UnsetEnvironment={name}" for name, value in record.env.items() if value is None and _NAME.fullmatch(name)),
         *([f"EnvironmentFile=/etc/spec-tuner/{name}.secrets"] if secrets else []),
@@ -89,6 +89,11 @@ def _sayable(name: str, value: str) -> bool:
     return bool(_NAME.fullmatch(name)) and all(c.isprintable() or c in "\t\n" or c >= "\x80" for c in value)
 
 
+def _plain_cwd(cwd: str) -> bool:
+    """Whether `WorkingDirectory=` takes it: the rest of a line, in which nothing is escaped."""
+    return cwd.startswith("/") and cwd.isprintable() and "\\" not in cwd and cwd == cwd.strip()
+
+
 def _plain_env(record: LaunchRecord) -> dict[str, str]:
     hidden = secret_env(record)
     return {
@@ -102,7 +107,7 @@ def _command(record: LaunchRecord, options: Options) -> str:
     """The command line. What `Environment=` does not take goes through env(1), which also looks programs up."""
     said = words(record)
     hidden, plain_env = secret_env(record), _plain_env(record)
-    through = []
+    through = ["-C", _quote(record.cwd, argument=True)] if record.cwd and not _plain_cwd(record.cwd) else []
     for name, value in record.env.items():
         if value is None and not _NAME.fullmatch(name):
             through += [_quote("-u"), _quote(name, argument=True)]
@@ -171,5 +176,5 @@ def _escape(text: str, *, argument: bool) -> str:
 
 
 def _text(text: str) -> str:
-    """A value that is not split into words: on one line, without specifiers."""
-    return re.sub(r"\s+", " ", text).strip().replace("%", "%%").replace("\\", "\\\\")
+    """A value that is not split into words, in which nothing is escaped: on one line, without specifiers."""
+    return re.sub(r"\s+", " ", text).strip().replace("%", "%%")

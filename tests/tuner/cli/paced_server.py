@@ -27,7 +27,7 @@ async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pac
             if path == "/health":
                 respond(writer, 200, {})
             elif path == "/echo":
-                respond(writer, 200, {"argv": sys.argv[1:], "env": dict(os.environ)})
+                respond(writer, 200, {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()})
             elif not path.endswith("/completions"):
                 respond(writer, 404, {"error": {"message": path}})
             elif body.get("stream"):

@@ -707,6 +707,40 @@ def test_what_is_longer_than_a_consumer_reads_is_refused() -> None:
         assert render_compose(record, provenance(record))
 
 
+@pytest.mark.parametrize(
+    "cwd", ["/srv/a b", "/srv/a  b", "/srv/50 %i", "/srv/a\\nb", "/srv/a\nb", "/srv/b ", "/srv/$x"]
+)
+@needs_parser
+def test_a_unit_starts_in_the_measured_folder(cwd: str) -> None:
+    record = launch("x", cwd=cwd)
+    ((_, text),) = render_systemd(record, provenance(record)).items()
+    named = unit(text).get("WorkingDirectory")
+    if named is None:
+        (line,) = unit(text)["ExecStart"]
+        words_ = [word.replace("%%", "%").replace("$$", "$") for word in Parser().words(line)]
+        assert words_ == ["/usr/bin/env", "-C", cwd, *record.argv]
+    else:
+        assert named[0].replace("%%", "%") == cwd
+
+
+@pytest.mark.parametrize("render", [render_compose, render_kubernetes, render_helm])
+def test_no_path_ends_a_comment(render: Any) -> None:
+    options = Options(mounts=("/data/a\nimage: evil", "/data/\x1b[31m"))
+    record = launch("/data/a\nimage: evil")
+    files = render(record, provenance(record), options)
+    text = next(text for name, text in files.items() if name.endswith((".yaml", ".yml")))
+    assert not re.search(r"^image: evil", text, re.MULTILINE)
+    assert list(yaml.safe_load_all(text))
+
+
+@pytest.mark.parametrize("path", ["/data/llama:8b", "/data/../x"])
+def test_a_path_that_no_pod_can_mount_is_refused(path: str) -> None:
+    record = launch(path)
+    with pytest.raises(UsageError, match="a pod cannot mount"):
+        render_kubernetes(record, provenance(record), Options(mounts=(path,)))
+    assert render_compose(record, provenance(record), Options(mounts=(path,)))
+
+
 @many
 @given(st.lists(anything, max_size=8))
 def test_yaml_is_read_alike_by_parsers_of_both_versions(texts: list[str]) -> None:

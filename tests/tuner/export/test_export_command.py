@@ -92,8 +92,9 @@ def test_what_a_container_format_takes_for_granted_is_said(tmp_path: Path) -> No
     named = export(tmp_path, "--format", "kubernetes", "--image", "registry.example/x:1")
     assert "build" not in named.output
     assert 'image: "registry.example/x:1"' in (tmp_path / "out" / "kubernetes.yaml").read_text()
-    wrong = export(tmp_path, "--format", "kubernetes", "--image", "two words")
-    assert wrong.exit_code == 2
+    for image in ("two words", "", "-x", "a\nb", "a\x1bb", "$(id)", 'a"b'):
+        wrong = export(tmp_path, "--format", "kubernetes", f"--image={image}")
+        assert wrong.exit_code == 2, image
 
 
 def test_a_study_in_which_nothing_was_launched_has_nothing_to_deploy(tmp_path: Path) -> None:

@@ -137,12 +137,16 @@ def test_systemd_starts_the_unit_restarts_it_and_stops_it(
     def systemctl(*words: str, check: bool = True) -> str:
         return box.ask("exec", f"systemd-{os.getpid()}", "systemctl", *words, check=check)
 
-    plan = record(HARD, ENV, files={"/tmp/a folder/steps.json": "100 % of $HOME\n'\""})
+    cwd = "/tmp/odd  folder\\n %i\né"
+    plan = record(HARD, ENV, files={"/tmp/a folder/steps.json": "100 % of $HOME\n'\""}, cwd=cwd)
+    box.ask("exec", f"systemd-{os.getpid()}", "mkdir", cwd)
     unit = exported(plan, "systemd", units)
     systemctl("set-environment", "GONE=still here")
     systemctl("daemon-reload")
     systemctl("start", unit.name)
-    check(echo(plan.port, wait_s=0.5), plan, "127.0.0.1")
+    seen = echo(plan.port, wait_s=0.5)
+    check(seen, plan, "127.0.0.1")
+    assert seen["cwd"] == cwd
     assert box.ask("exec", f"systemd-{os.getpid()}", "cat", "/tmp/a folder/steps.json") == "100 % of $HOME\n'\""
     copy = tmp_path / "record"
     copy.mkdir()
@@ -154,11 +158,12 @@ def test_systemd_starts_the_unit_restarts_it_and_stops_it(
         lambda: systemctl(*shown) == "1" and systemctl("is-active", unit.name, check=False) == "active", 30
     )
     check(echo(plan.port), plan, "127.0.0.1")
-    (units / "engine.env").write_text(render_env(bare := replace(plan, files={}), provenance(bare))["engine.env"])
+    bare = replace(plan, files={})
+    (units / "engine.env").write_text(render_env(bare, provenance(bare))["engine.env"], encoding="utf-8")
     asked = ("systemd-run", "--quiet", "--wait", "--pipe", "--property=EnvironmentFile=/etc/systemd/system/engine.env")
     told = box.ask("exec", f"systemd-{os.getpid()}", *asked, "/usr/bin/env", "-0")
-    seen = dict(pair.partition("=")[::2] for pair in told.split("\0"))
-    assert seen.items() >= {key: value for key, value in ENV.items() if value is not None}.items()
+    given = dict(pair.partition("=")[::2] for pair in told.split("\0"))
+    assert given.items() >= {key: value for key, value in ENV.items() if value is not None}.items()
     systemctl("stop", unit.name)
     assert systemctl("show", "--property=Result", "--value", unit.name) == "success"
     with pytest.raises(httpx.ConnectError):
