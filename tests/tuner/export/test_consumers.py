@@ -725,11 +725,11 @@ def test_a_unit_starts_in_the_measured_folder(cwd: str) -> None:
 
 @pytest.mark.parametrize("render", [render_compose, render_kubernetes, render_helm])
 def test_no_path_ends_a_comment(render: Any) -> None:
-    options = Options(mounts=("/data/a\nimage: evil", "/data/\x1b[31m"))
-    record = launch("/data/a\nimage: evil")
+    options = Options(mounts=("/data/a\nimage evil", "/data/\x1b[31m"))
+    record = launch("/data/a\nimage evil")
     files = render(record, provenance(record), options)
     text = next(text for name, text in files.items() if name.endswith((".yaml", ".yml")))
-    assert not re.search(r"^image: evil", text, re.MULTILINE)
+    assert not re.search(r"^image evil", text, re.MULTILINE)
     assert list(yaml.safe_load_all(text))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -262,3 +263,16 @@ def test_podman_plays_the_manifests(podman: Runtime, tmp_path: Path, monkeypatch
     finally:
         for name in podman.ask("pod", "ps", "--quiet", check=False).split():
             podman.ask("pod", "rm", "--force", "--time", "5", name, check=False)
+
+
+@pytest.mark.skipif(shutil.which("podman-compose") is None, reason="no podman-compose: pip install podman-compose")
+def test_podman_compose_starts_the_service_too(podman: Runtime, tmp_path: Path) -> None:
+    plan = record(HARD, ENV, files={"/cache/a folder/steps.json": "100 % of $HOME\n'\""})
+    file = exported(plan, "compose", tmp_path / "out")
+    command = ["podman-compose", "-f", str(file)]
+    env = {**os.environ, **podman.env}
+    try:
+        subprocess.run([*command, "up", "--detach"], env=env, capture_output=True, timeout=120, check=True)
+        check(echo(plan.port), plan, "0.0.0.0")
+    finally:
+        subprocess.run([*command, "down", "--timeout", "10"], env=env, capture_output=True, timeout=120, check=False)
