@@ -27,7 +27,7 @@ def command(
     from tuner.errors import UsageError
     from tuner.export.choose import reference_of
     from tuner.files import write_whole
-    from tuner.judge.holds import level_holds
+    from tuner.judge.holds import WITHIN, level_holds
     from tuner.records import Candidate
     from tuner.study.again import Fresh, measure_again
     from tuner.study.calibrate import HOST, known_pair_sd
@@ -108,6 +108,8 @@ def command(
                 f"{each.recorded:.1f} ({each.blocks[0]}): {100 * (each.ratio - 1):+.1f} %, within "
                 f"{100 * each.tolerance:.1f} %: {each.outcome}"
             )
+        if found:
+            say(f"  {WITHIN}")
         if wrong:
             say(f"  {wrong}")
         say(f"The study is as it was; this measurement is in {path}.")

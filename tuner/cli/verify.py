@@ -82,6 +82,8 @@ def run(
 
 def show(verified: Verified, before: dict[str, Any] | None = None) -> None:
     """The answer, for a person; `before` is an earlier verification."""
+    from tuner.judge.holds import WITHIN
+
     mark = " · SIMULATED, not measured" if verified.simulated else ""
     say(f"{verified.outcome.capitalize()}: {verified.what}, record {verified.record_hash}{mark}")
     earlier = {row["concurrency"]: row["measured"] for row in (before or {}).get("levels", ())}
@@ -94,7 +96,7 @@ def show(verified: Verified, before: dict[str, Any] | None = None) -> None:
             f"({100 * (each.ratio - 1):+.1f} %, within {100 * each.tolerance:.1f} %: {each.outcome}){since}"
         )
     if verified.levels:
-        say("  within: the loss that noise explains in 19 of 20 cases, and 1 % more")
+        say(f"  {WITHIN}")
     if verified.quality is not None:
         say(f"  answers: {verified.quality.outcome} ({verified.quality.why})")
     for sentence in verified.different:
