@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,10 @@ from tuner.secrets import without_secrets as hidden
 
 TOLD = 8
 """Characters from which on a secret is looked for wherever else it stands; shorter ones are found by chance."""
+
+
+LONGEST_FLAG = 8
+"""Characters of a flag with one dash, such as `-tp`."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ def secret_args(record: LaunchRecord) -> dict[int, Parts]:
     shape within an argument (a header, JSON, an address), and any of these where it stands once more.
     """
     found: dict[int, Parts] = {}
+    most = None if record.engine == "vllm" else 1  # vLLM takes several keys behind one --api-key
     for i, element in enumerate(record.argv):
         flag, equals, value = element.partition("=")
         named = flag.startswith("-") and is_secret(flag)
@@ -49,8 +55,9 @@ def secret_args(record: LaunchRecord) -> dict[int, Parts]:
             continue
         elif inner := find(element):
             found[i] = _cut(element, [(each.start, each.end, _variable(each.name)) for each in inner])
-        if named and not equals and i + 1 < len(record.argv) and not record.argv[i + 1].startswith("-"):
-            found[i + 1] = (Secret(_variable(flag), record.argv[i + 1]),)
+        if named and not equals:
+            behind = itertools.takewhile(lambda at: _is_value(record.argv[at]), range(i + 1, len(record.argv)))
+            found |= {at: (Secret(_variable(flag), record.argv[at]),) for at in itertools.islice(behind, most)}
     variables = secret_env(record)
     told = {variables[name]: value for name, value in record.env.items() if value and name in variables}
     known = {part.value: part.variable for parts in found.values() for part in parts if isinstance(part, Secret)}
@@ -59,6 +66,11 @@ def secret_args(record: LaunchRecord) -> dict[int, Parts]:
         if i not in found and (again := _again(element, known)):
             found[i] = _cut(element, again)
     return {i: tuple(_apart(part, told) for part in parts) for i, parts in found.items()}
+
+
+def _is_value(argument: str) -> bool:
+    """Whether what stands behind a flag is its value; a key that begins with a dash is longer than short flags."""
+    return not argument.startswith("-") or (len(argument) > LONGEST_FLAG and not argument.startswith("--"))
 
 
 def _again(text: str, known: dict[str, str]) -> list[tuple[int, int, str]]:

@@ -149,6 +149,8 @@ HIDDEN = {
     "a variable with an address": launch(env={"FOO": f"postgres://me:{KEY}@host/x"}),
     "a variable with a known shape": launch(env={"FOO": f"hf_{KEY}ABCDEFGH"}),
     "the same secret once more": launch("--y", f"x{KEY}x", env={"HF_TOKEN": KEY}),
+    "a key that begins with a dash": launch("--api-key", f"-{KEY}", "-tp", "2"),
+    "several keys of vLLM": launch("--api-key", KEY, f"other{KEY}", "--port", "31234", engine="vllm"),
     "two of one name": launch("--api-key", KEY, f'{{"api_key": "other{KEY}"}}'),
 }
 
