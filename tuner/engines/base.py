@@ -23,6 +23,9 @@ _ENGINES = {
 }
 """Kind → where its class stands; imported when it is asked for."""
 
+UNSET = "unset"
+"""The choice of an `env.NAME` parameter that removes the variable; an empty or "0" value is something else."""
+
 _OFF: tuple[Setting | None, ...] = (None, False, "none", "never", "off", 0)
 
 

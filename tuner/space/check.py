@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
+from tuner.engines import nccl
+from tuner.engines.base import UNSET
 from tuner.errors import UsageError
 from tuner.records import Candidate, Setting
 from tuner.space.devices import VISIBLE
@@ -154,6 +156,8 @@ class Checker:
             self.report(("parameters",), "is empty")
         parameters = self._parameters(file)
         self._rules(file, parameters or ())
+        if engine is not None and nccl.PATH in engine.settings:
+            self._nccl(file, parameters or ())
         if not self.problems:
             self._combinations(Space(file), engine)
 
@@ -307,6 +311,31 @@ class Checker:
                 path: Path = ("parameters", parameter.name, "when")
                 self._can_hold(path, parameter.when, parameters, file.engine.args)
         return parameters
+
+    def _nccl(self, file: SpaceFile, parameters: Sequence[Parameter]) -> None:
+        """NCCL is searched only where it is known to add up what a decode step computed, and by values that it has."""
+        fixed = visible(file.engine.args)
+        baseline = {**fixed, **file.baseline}
+        for name in nccl.searched([*file.baseline]):
+            value = file.baseline[name]
+            bare = name.removeprefix("env.")
+            if value != UNSET:
+                problem = nccl.idle(bare, baseline.get(nccl.PATH)) or nccl.value_problem(bare, value)
+                if problem:
+                    self.report(("baseline", name), f"{problem}. What every launch needs stands in engine.env")
+        for parameter in parameters:
+            if not nccl.searched([parameter.name]):
+                continue
+            bare = parameter.name.removeprefix("env.")
+            for i, value in enumerate(parameter.choices or parameter.ends):
+                if value != UNSET and (problem := nccl.value_problem(bare, value)):
+                    place: Path = ("choices", i) if parameter.choices else (("low", "high")[i],)
+                    self.report(("parameters", parameter.name, *place), problem)
+            found = assignments([parameter.name, nccl.PATH], parameters, file.engine.args)[0]
+            beside = {values.get(nccl.PATH) for values in found if values.get(parameter.name, UNSET) != UNSET}
+            problems = [problem for path in sorted(beside, key=str) if (problem := nccl.idle(bare, path))]
+            if problems:
+                self.report(("parameters", parameter.name), problems[0])
 
     def _conditions(self, file: SpaceFile) -> Iterator[tuple[str, str]]:
         """Parameter and condition, also of parameters that are misshapen otherwise."""

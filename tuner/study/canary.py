@@ -1,60 +1,141 @@
-"""A path that this machine may not have is tried by itself before anything is searched on it.
+"""What this machine may not bear is tried by itself before anything is searched on it.
 
-Whether an all-reduce path works is not known before a server has come up with it, and each candidate on one that does
-not would cost a launch. So the first candidate with another value than the baseline's is the one that differs from the
-baseline by as little else as can be: the canary. It is measured like any other. Where it fails, no candidate with that
-value is launched, unless another worker has seen one work. Spaces that cannot be listed have no canaries.
+Whether an all-reduce path or a setting of NCCL works is not known before a server has come up with it, and each
+candidate on one that does not would cost a launch. So the first candidate with another value than the baseline's is the
+one that differs from the baseline by as little else as can be: the canary. It is measured like any other. Where it
+fails, no candidate with that value is launched, unless another worker has seen one work; until it has ended, none is
+begun.
+
+Every path and every word of a setting of NCCL has a canary; of more than `MOST_NUMBERS` numbers only the least and the
+greatest have one. Spaces that cannot be listed have none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
+from tuner.engines.base import UNSET
+from tuner.engines.nccl import PATH, searched
 from tuner.records import Candidate, Setting
-from tuner.space import Listed
+from tuner.space import Listed, Parameter, Space
 from tuner.study.data import Slot, StoredTrial, StudyData
 
-PROVEN_FIRST = ("allreduce",)
-"""Settings whose values are proven one by one."""
+MOST_NUMBERS = 4
+"""So many numbers of one setting are each proven; of more, the two ends, since what lies between seldom fails alone."""
+
+Value = tuple[str, Setting]
+"""A setting and one of its values."""
 
 
-def next_canary(data: StudyData, universe: Mapping[str, Listed]) -> Listed | None:
-    """The canary of the first value that no trial has had yet; None where every value has had one."""
-    tried = {trial.candidate_id for trial in data.trials}
-    for name in PROVEN_FIRST:
-        known = {_value(data, data.candidates[c], name) for c in (*tried, data.baseline.id)}
-        with_new: dict[Setting, list[Listed]] = {}
-        for i, each in universe.items():
-            value = _value(data, each.candidate, name)
-            if value is not None and value not in known and i not in tried:
-                with_new.setdefault(value, []).append(each)
-        for candidates in with_new.values():
-            return min(candidates, key=lambda one: _apart(one.candidate.settings, data.baseline.settings))
-    return None
+def to_prove(space: Space) -> list[Value]:
+    """What is tried by itself, in order: paths first, since settings of NCCL hang on them."""
+    known = {(name, base) for name in _names(space) if (base := baseline_value(space, name)) is not None}
+    parameters = {parameter.name: parameter for parameter in space.parameters}
+    values = [(name, value) for name in _names(space) for value in _values(parameters[name])]
+    return [each for each in values if each not in known]
 
 
-def refuted(data: StudyData) -> dict[tuple[str, Setting], str]:
-    """Values that failed in their canary, each with that in a sentence."""
-    found: dict[tuple[str, Setting], str] = {}
-    works = {(name, _value(data, data.baseline, name)) for name in PROVEN_FIRST}
-    first: dict[tuple[str, Setting], StoredTrial] = {}
-    for trial in data.trials:
-        for name in PROVEN_FIRST:
-            value = _value(data, data.candidates[trial.candidate_id], name)
-            if value is None or trial.running or trial.kind in ("illegal", "duplicate", "out_of_launches"):
-                continue
-            first.setdefault((name, value), trial)
-            if trial.constraints.get("launch", 1.0) <= 0:
-                works.add((name, value))
-    for (name, value), trial in first.items():
-        if (name, value) not in works and (why := _fault(data, trial)):
-            found[name, value] = f"{name}={value} was tried by itself in trial {trial.number} and failed ({why})"
+def _names(space: Space) -> list[str]:
+    names = [parameter.name for parameter in space.parameters]
+    return [name for name in (PATH,) if name in names] + searched(names)
+
+
+def _values(parameter: Parameter) -> tuple[Setting, ...]:
+    values = parameter.domain if parameter.domain is not None else parameter.ends
+    numbers = sorted((v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)), key=float)
+    dropped = set(numbers[1:-1]) if len(numbers) > MOST_NUMBERS else set()
+    return tuple(value for value in values if value not in dropped)
+
+
+def baseline_value(space: Space, name: str) -> Setting | None:
+    """What the baseline has: a variable that neither it nor the engine section names is unset."""
+    if name in space.baseline.settings:
+        return space.baseline.settings[name]
+    if name.startswith("env."):
+        return space.env.get(name.removeprefix("env.")) or UNSET
+    found: Setting | None = space.args.get(name)
     return found
 
 
-def ruled_out(data: StudyData, candidate: Candidate, values: Mapping[tuple[str, Setting], str]) -> str | None:
+@dataclass(frozen=True)
+class Proofs:
+    """What the trials say of the values to prove: which work, which were refuted (why), which are being tried."""
+
+    works: frozenset[Value]
+    refuted: Mapping[Value, str]
+    running: frozenset[Value]
+    wanted: tuple[Value, ...]
+
+
+def proofs(data: StudyData) -> Proofs:
+    """What is known of each value.
+
+    A canary that failed refutes its value. Where it had two values of which nothing was known, it refutes neither, and
+    each has another canary: a value that fails twice in such company is refuted as well.
+    """
+    proven = to_prove(data.space)
+    values = {c: _among(data, candidate, proven) for c, candidate in data.candidates.items()}
+    works = {v for t in data.trials if t.constraints.get("launch", 1.0) <= 0 for v in values[t.candidate_id]}
+    running = {v for t in data.trials if t.running for v in values[t.candidate_id]} - works
+    refuted: dict[Value, str] = {}
+    failed: Counter[Value] = Counter()
+    tried: Counter[Value] = Counter()
+    for trial in data.trials:
+        unknown = [each for each in values[trial.candidate_id] if each not in works]
+        if trial.running or trial.kind in ("illegal", "out_of_launches") or any(each in refuted for each in unknown):
+            continue
+        why = _fault(data, trial)
+        for each in unknown:
+            if why and tried[each] == failed[each] < 2 and (len(unknown) == 1 or failed[each] == 1):
+                name, value = each
+                refuted[each] = f"{name}={value} was tried by itself in trial {trial.number} and failed ({why})"
+            tried[each] += 1
+            failed[each] += bool(why)
+    wanted = [
+        each
+        for each in proven
+        if each not in works and each not in refuted and each not in running
+        if not tried[each] or tried[each] == failed[each] == 1
+    ]
+    return Proofs(frozenset(works), refuted, frozenset(running), tuple(wanted))
+
+
+def next_canary(data: StudyData, universe: Mapping[str, Listed]) -> Listed | None:
+    """The canary of the first value that needs one and has a candidate left; None where none has."""
+    found = proofs(data)
+    proven = to_prove(data.space)
+    tried = {trial.candidate_id for trial in data.trials}
+    for wanted in found.wanted:
+
+        def near(each: Listed, wanted: Value = wanted) -> tuple[int, int]:
+            others = [v for v in _among(data, each.candidate, proven) if v != wanted and v not in found.works]
+            return len(others), _apart(data.space, each.candidate)
+
+        fit = [
+            each
+            for i, each in universe.items()
+            if i not in tried and wanted in (mine := _among(data, each.candidate, proven))
+            if not any(value in found.refuted or value in found.running for value in mine)
+        ]
+        if fit:
+            return min(fit, key=near)
+    return None
+
+
+def ruled_out(data: StudyData, candidate: Candidate, values: Mapping[Value, str]) -> str | None:
     """Why a candidate is not launched, where one of its values is among the refuted."""
-    return next((why for (name, value), why in values.items() if _value(data, candidate, name) == value), None)
+    return next((why for (name, value), why in values.items() if _value(data.space, candidate, name) == value), None)
+
+
+def in_proof(data: StudyData, candidate: Candidate, values: frozenset[Value]) -> bool:
+    """Whether one of a candidate's values is being tried by itself, so that it has to wait."""
+    return any(_value(data.space, candidate, name) == value for name, value in values)
+
+
+def _among(data: StudyData, candidate: Candidate, proven: list[Value]) -> list[Value]:
+    return [(name, value) for name, value in proven if _value(data.space, candidate, name) == value]
 
 
 def _fault(data: StudyData, trial: StoredTrial) -> str:
@@ -66,10 +147,19 @@ def _fault(data: StudyData, trial: StoredTrial) -> str:
     return failures[-1].kind if failures and failures[-1].blame == "candidate" else ""
 
 
-def _value(data: StudyData, candidate: Candidate, name: str) -> Setting | None:
-    return candidate.settings.get(name, data.space.args.get(name))
+def _value(space: Space, candidate: Candidate, name: str) -> Setting | None:
+    found: Setting | None = candidate.settings.get(name, space.args.get(name))
+    return found
 
 
-def _apart(one: Mapping[str, Setting], other: Mapping[str, Setting]) -> int:
-    """In how many settings two candidates differ."""
-    return len({*one.items()} ^ {*other.items()})
+def _apart(space: Space, candidate: Candidate) -> int:
+    """In how many settings a candidate differs from the baseline; a variable that both leave unset is none of them."""
+    return sum(1 for _ in _differing(space, candidate))
+
+
+def _differing(space: Space, candidate: Candidate) -> Iterator[str]:
+    ours, theirs = candidate.settings, space.baseline.settings
+    for name in {*ours, *theirs}:
+        unset = UNSET if name.startswith("env.") else None
+        if ours.get(name, unset) != theirs.get(name, unset):
+            yield name

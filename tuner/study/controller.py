@@ -18,7 +18,7 @@ from tuner.launch.kinds import failure as kind_failure
 from tuner.plain import plain
 from tuner.records import SHOWN, Block, Candidate, Failure, Gate, LaunchRecord
 from tuner.space import Listed
-from tuner.study.canary import next_canary, refuted, ruled_out
+from tuner.study.canary import in_proof, next_canary, proofs, ruled_out
 from tuner.study.crashes import CrashesSeen, CrashMemory, crashes_seen, most_crashes
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData, StudyState
 from tuner.study.database import finite, storage_problem
@@ -376,11 +376,16 @@ class Controller:
         return crashes_seen(data, self.crashes.elsewhere(data) if self.crashes is not None else ())
 
     def _hopeless(self, data: StudyData) -> frozenset[str]:
-        """The candidates on a path whose canary failed."""
-        values = refuted(data)
-        if not values or self._universe is None:
+        """The candidates with a value whose canary failed."""
+        if self._universe is None or not (values := proofs(data).refuted):
             return frozenset()
         return frozenset(i for i, each in self._universe.items() if ruled_out(data, each.candidate, values))
+
+    def _in_proof(self, data: StudyData) -> frozenset[str]:
+        """The candidates with a value whose canary runs elsewhere."""
+        if self._universe is None or not (values := proofs(data).running):
+            return frozenset()
+        return frozenset(i for i, each in self._universe.items() if in_proof(data, each.candidate, values))
 
     def _exhausted_here(self, data: StudyData) -> bool:
         launch = group(data, self.place) if self._hot else None
@@ -407,8 +412,13 @@ class Controller:
         tried = {trial.candidate_id: trial for trial in reversed(data.trials)}  # each with its first trial
         equal = {self._effects.of(data.candidates[c]): trial for c, trial in tried.items() if _was_measured(trial)}
         seen = self._crashes_seen(data)
-        proposal, drawn = self._propose(data, step, tried, seen)
+        waiting = self._in_proof(data)
+        if waiting and not self._universe_left(data, tried, waiting):
+            return False
+        proposal, drawn = self._propose(data, step, tried, seen, waiting)
         candidate = proposal.candidate
+        if candidate.id in waiting:
+            return False
         self.store.put_candidate(candidate)
         same = equal.get(self._effects.of(candidate))
         if any(one is not None and one.running for one in (tried.get(candidate.id), same)):
@@ -427,7 +437,7 @@ class Controller:
         elif self.crashes is not None and (known_crash := self.crashes.known(data, candidate)):
             self.store.trials.record("known_crash", candidate.id, proposal, FAILED, known_crash)
             self._say("known_crash", f"trial {number}: {described(candidate)} is not launched: {known_crash}")
-        elif self._universe is not None and (no_path := ruled_out(data, candidate, refuted(data))):
+        elif self._universe is not None and (no_path := ruled_out(data, candidate, proofs(data).refuted)):
             self.store.trials.record("known_crash", candidate.id, proposal, FAILED, no_path)
             self._say("known_crash", f"trial {number}: {described(candidate)} is not launched: {no_path}")
         elif not drawn and (region := seen.region(candidate.settings)):
@@ -441,8 +451,18 @@ class Controller:
             self._say("trial", f"trial {number}: {described(candidate)}", trial=number, candidate=candidate.id)
         return True
 
+    def _universe_left(self, data: StudyData, tried: Collection[str], waiting: frozenset[str]) -> bool:
+        """Whether a candidate is left that need not wait for a canary."""
+        universe = self._universe or {}
+        return any(i not in tried and i not in waiting for i in universe.keys() - self._hopeless(data))
+
     def _propose(
-        self, data: StudyData, step: Begin, tried: Collection[str], seen: CrashesSeen
+        self,
+        data: StudyData,
+        step: Begin,
+        tried: Collection[str],
+        seen: CrashesSeen,
+        waiting: frozenset[str] = frozenset(),
     ) -> tuple[Proposal, bool]:
         """What the sampler picks, within the reach of the launch that the step names, if the space has that.
 
@@ -464,7 +484,7 @@ class Controller:
         launch = data.launch[step.within] if step.within is not None else None
         costs = costs_of(data, self._hot, launch, stay=step.only)
         history = self.store.trials.history
-        hopeless = self._hopeless(data)
+        hopeless = self._hopeless(data) | waiting
         proposal = self._proposer.propose(
             _tried(data), history, evidence_of(data), goal_of(data), costs, fixed, hopeless
         )

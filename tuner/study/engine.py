@@ -8,14 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from tuner.engines.base import Change, Installed, Reconfigurable
+from tuner.engines.base import UNSET, Change, Installed, Reconfigurable
 from tuner.engines.container import contained, listens_on
 from tuner.records import Block, Candidate, Failure, Gate, LaunchRecord, Setting
 from tuner.space import Space
 from tuner.study.belied import belied
-
-UNSET = "unset"
-"""The choice of an `env.NAME` parameter that removes the variable; an empty or "0" value is something else."""
 
 
 class Mismatch(Protocol):

@@ -12,6 +12,7 @@ from typing import Any
 
 from tuner.search.crashes import Crash, Regions
 from tuner.space import Space
+from tuner.study.canary import to_prove
 from tuner.study.data import StudyData
 from tuner.study.effect import Effects
 from tuner.study.engine import StudyEngine, hot_settings, illegal
@@ -160,6 +161,11 @@ def _notes(space: Space, found: _Candidates, policy: Policy, hours: float) -> tu
         notes.append("nothing is left to try: every combination is ruled out, or is the baseline in effect")
     elif found.legal == 1:
         notes.append("only one candidate is left: the study compares it with the baseline, there is nothing to search")
+    if found.proven:
+        named = ", ".join(dict.fromkeys(name for name, _ in found.proven))
+        notes.append(
+            f"{len(found.proven)} launches are canaries: values of {named}, each tried alone before it is searched"
+        )
     if planned_pairs(budget.launches, policy) < 4:
         notes.append(f"a claim needs 4 pairs of confirmation, so at least 10 launches; the budget is {budget.launches}")
     if budget.hours is not None and hours > budget.hours:
@@ -178,6 +184,7 @@ class _Candidates:
         self.groups: int | None = None
         self.merged = 0
         self.ruled_out: tuple[RuledOut, ...] = ()
+        self.proven: list[tuple[str, Any]] = []
         combinations = space.combinations()
         if combinations is None:
             return
@@ -189,6 +196,8 @@ class _Candidates:
         first: dict[str, str] = {effects.of(space.baseline): space.baseline.id}
         groups = set()
         legal = 0
+        proven = to_prove(space)
+        found = set()
         for each in combinations:
             candidate = each.candidate
             if rule := space.forbidden(candidate):
@@ -204,9 +213,11 @@ class _Candidates:
             else:
                 first[effect] = candidate.id
                 groups.add(cold_part(hot, candidate.settings))
+                found.update(each for each in proven if candidate.settings.get(each[0]) == each[1])
                 legal += 1
         self.combinations = len(combinations)
         self.legal, self.groups = legal, len(groups)
+        self.proven = [each for each in proven if each in found]
         self.ruled_out = tuple(RuledOut(rule, source, n) for (rule, source), n in why.most_common())
 
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tuner.engines.base import UNSET
 from tuner.engines.speculation import schedule as parse_schedule
 from tuner.records import Candidate, Setting
 from tuner.search.crossing import Crossing, Curve, as_threshold, best_depths, crossings, ratio, schedule
@@ -14,7 +15,6 @@ from tuner.search.evidence import BLOCK_SD
 from tuner.search.shape import shape_at
 from tuner.space.space import SPECULATIVE
 from tuner.study.data import StudyData
-from tuner.study.engine import UNSET
 from tuner.study.score import score, weights
 
 WORTH = 0.002

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tuner.engines.base import UNSET
 from tuner.errors import EnvironmentBroken, UsageError
 from tuner.launch.clock import steady
 from tuner.records import short_hash
@@ -20,7 +21,7 @@ from tuner.study.controller import Controller
 from tuner.study.crashes import CrashMemory
 from tuner.study.data import Budget, StudyData
 from tuner.study.database import storage_problem
-from tuner.study.engine import UNSET, StudyEngine, in_image
+from tuner.study.engine import StudyEngine, in_image
 from tuner.study.hardware import hardware
 from tuner.study.inherit import import_study
 from tuner.study.interrupt import Interrupts

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.tuner.study.toy_study import ToyMachine, controller, space, study
 from tuner.records import Failure
-from tuner.study.data import StudyData
+from tuner.study.canary import in_proof, next_canary, proofs, to_prove
+from tuner.study.data import StoredTrial, StudyData
 from tuner.study.policy import Policy
 
 SPACE = """
@@ -79,3 +81,102 @@ def test_a_fault_of_the_machine_refutes_no_path(tmp_path: Any) -> None:
     machine = ToyMachine(speed=value, fails=fails)
     data = controller(study(tmp_path, space(SPACE)), machine, policy=Policy(pairs=0, no_gain=99, fewest=99)).run()
     assert paths(data, "measured").count("nvls") > 2
+
+
+NCCL = """
+name: toy
+engine: {kind: fake, model: toy}
+workload: {concurrency: [1], max_tokens: 64}
+baseline: {speculation: none, allreduce: nccl}
+parameters:
+  speculation: {choices: [none, eagle3]}
+  num_steps: {low: 1, high: 3, when: speculation != 'none'}
+  allreduce: {choices: [nccl, custom]}
+  env.NCCL_PROTO: {choices: [unset, LL, Simple], when: allreduce == 'nccl'}
+  env.NCCL_MAX_CTAS: {choices: [unset, 1, 2, 4, 8, 16], when: allreduce == 'nccl'}
+budget: {launches: 30, candidates: 30}
+profile: short
+"""
+
+
+def nccl_study(tmp_path: Any, broken: dict[str, Any], text: str = NCCL, sampler: str = "model") -> StudyData:
+    """A study on a machine where a server with one of the broken values does not start."""
+
+    def fails(phase: str, settings: Any, _count: int) -> Failure | None:
+        dead = phase == "start" and any(settings.get(name) in values for name, values in broken.items())
+        return Failure("nccl_error", "start", "unhandled system error") if dead else None
+
+    machine = ToyMachine(speed=lambda settings, _level: 80.0 + 3 * settings.get("num_steps", 0), fails=fails)
+    store = study(tmp_path, space(text, f"sampler={sampler}"))
+    return controller(store, machine, policy=Policy(pairs=0, no_gain=99, fewest=99)).run()
+
+
+def tried(data: StudyData) -> list[dict[str, Any]]:
+    return [dict(data.candidates[t.candidate_id].settings) for t in data.trials[1:] if t.kind == "measured"]
+
+
+def test_the_words_and_the_ends_of_the_numbers_of_a_setting_of_nccl_are_proven_after_the_paths(tmp_path: Any) -> None:
+    first = tried(nccl_study(tmp_path, {}))[:5]
+    apart = [{n: v for n, v in one.items() if v not in ("unset", "nccl", "none")} for one in first]
+    assert apart == [
+        {"allreduce": "custom"},
+        {"env.NCCL_PROTO": "LL"},
+        {"env.NCCL_PROTO": "Simple"},
+        {"env.NCCL_MAX_CTAS": 1},
+        {"env.NCCL_MAX_CTAS": 16},
+    ], "one at a time, all else as in the baseline, the middle of a range not at all"
+
+
+@pytest.mark.parametrize("sampler", ["model", "random"])
+def test_a_setting_of_nccl_that_failed_by_itself_is_paid_for_once(tmp_path: Any, sampler: str) -> None:
+    broken = {"env.NCCL_PROTO": ["Simple"], "env.NCCL_MAX_CTAS": [16]}
+    data = nccl_study(tmp_path, broken, sampler=sampler)
+    settings = tried(data)
+    assert [one.get("env.NCCL_PROTO") for one in settings].count("Simple") == 1
+    assert [one.get("env.NCCL_MAX_CTAS") for one in settings].count(16) == 1
+    assert {one.get("env.NCCL_PROTO") for one in settings[5:]} <= {None, "unset", "LL"}
+    assert len(settings) > 15, "all else is searched"
+
+
+def test_what_is_unset_in_the_baseline_needs_no_proof_and_what_is_set_there_does_not_either() -> None:
+    with_it = NCCL.replace("allreduce: nccl}", "allreduce: nccl, env.NCCL_PROTO: LL}")
+    assert ("env.NCCL_PROTO", "unset") not in to_prove(space(NCCL))
+    assert [v for n, v in to_prove(space(with_it)) if n == "env.NCCL_PROTO"] == ["unset", "Simple"]
+    assert [v for n, v in to_prove(space(NCCL, "parameters.env.NCCL_MAX_CTAS.choices=[unset, 1, 2, 4]"))][-3:] == [
+        1, 2, 4,
+    ]  # fmt: skip
+
+
+def test_of_two_unproven_values_that_failed_together_each_gets_another_canary(tmp_path: Any) -> None:
+    """No candidate has nccl without a protocol, so that the first failure says nothing of either."""
+    text = NCCL.replace("allreduce: nccl}", "allreduce: custom}").replace("[unset, LL, Simple]", "[LL, Simple]")
+    data = nccl_study(tmp_path / "one", {"env.NCCL_PROTO": ["LL"]}, text)
+    protocols = [one.get("env.NCCL_PROTO") for one in tried(data)]
+    assert protocols[:2] == ["LL", "Simple"]
+    assert protocols.count("LL") == 1
+    assert protocols.count("Simple") > 3
+    data = nccl_study(tmp_path / "all", {"allreduce": ["nccl"]}, text)
+    assert [one["allreduce"] for one in tried(data)].count("nccl") == 2, "a path that fails twice is left alone"
+
+
+def stored(number: int, candidate: Any, kind: Any, launch: float = 1.0, *, running: bool = False) -> StoredTrial:
+    return StoredTrial(number, candidate.id, kind, running, {}, None, {"launch": launch})
+
+
+def test_a_canary_that_never_was_launched_makes_room_for_the_next_nearest(tmp_path: Any) -> None:
+    data = study(tmp_path, space(SPACE)).data()
+    universe = data.space.listed() or {}
+    first = next_canary(data, universe)
+    assert first is not None
+    assert first.candidate.settings == {"allreduce": "custom", "speculation": "none"}
+    known = {**data.candidates, first.candidate.id: first.candidate}
+    for kind in ("illegal", "out_of_launches"):
+        second = next_canary(replace(data, candidates=known, trials=[stored(0, first.candidate, kind)]), universe)
+        assert second is not None
+        assert second.candidate.settings["allreduce"] == "custom"
+        assert second.candidate.id != first.candidate.id
+    elsewhere = replace(data, candidates=known, trials=[stored(0, first.candidate, "measured", running=True)])
+    other = next_canary(elsewhere, universe)
+    assert other is not None
+    assert other.candidate.settings["allreduce"] == "nvls", "one worker proves one path, and the next another"
+    assert in_proof(elsewhere, first.candidate, proofs(elsewhere).running)

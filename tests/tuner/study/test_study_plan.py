@@ -22,6 +22,7 @@ from tuner.study.effect import Effects
 from tuner.study.in_memory import simulate
 from tuner.study.plan import Timing, plan
 from tuner.study.preflight import require
+from tuner.study.session import outlook, read_space
 
 TIMING = Timing(600.0, 30.0, "assumed")
 
@@ -123,3 +124,9 @@ def test_a_race_is_estimated_to_take_less_than_whole_blocks_where_there_is_one()
         parse_space(racing.SPACE, source="racing.yaml", overrides=("objective.maximize=pareto",)), ToyEngine(), timing
     )
     assert 0.02 < 1 - raced.hours / none.hours < 0.1
+
+
+def test_canaries_are_counted() -> None:
+    notes = outlook(read_space("pcie_blackwell_sglang.yaml", ("engine.kind=simulated",))).notes
+    said = "values of allreduce, env.NCCL_PROTO, env.NCCL_P2P_LEVEL, env.NCCL_MAX_CTAS, each tried alone"
+    assert any(note.startswith("7 launches are canaries: ") and said in note for note in notes)

@@ -1,0 +1,98 @@
+"""NCCL's own settings, `env.NCCL_*` of a space: what each may be, and where the sums of a decode step come by them.
+
+Values are those of NVIDIA's documentation (docs/userguide/source/env.rst, up to 2.32).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from tuner.records import Setting
+
+PREFIX = "NCCL_"
+PATH = "allreduce"
+"""The setting that says what adds up."""
+
+CARRIES = ("nccl", "nccl_ring", "nccl_tree", "nccl_symm", "nvls")
+"""Values of `allreduce` with which NCCL adds up what a decode step computed."""
+
+_OWN = {
+    "nccl_ring": ("NCCL_ALGO",),
+    "nccl_tree": ("NCCL_ALGO",),
+    "nccl_symm": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"),
+    "nvls": ("NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE"),
+}
+"""What a path sets itself, whatever else is said."""
+
+_EVERY = r"(?i:\^?(?:{words})(?:,(?:{words}))*)"
+_FUNCTIONS = r"(?i:(?:[a-z]+:\^?(?:{words})(?:,(?:{words}))*)(?:;[a-z]+:\^?(?:{words})(?:,(?:{words}))*)*)"
+_PROTOCOLS = "LL128|LL|Simple"
+_ALGORITHMS = "Ring|Tree|CollnetDirect|CollnetChain|NVLSTree|NVLS|PAT"
+_SWITCH = ("[01]", "0 or 1")
+_CTAS = ("[1-9]|[1-5][0-9]|6[0-4]", "a whole number from 1 to 64")
+_LEVELS = "LOC|NVL|PIX|PXB|PHB|SYS"
+
+_VALID: Mapping[str, tuple[str, str]] = {
+    "NCCL_P2P_LEVEL": (_LEVELS, "LOC, NVL, PIX, PXB, PHB or SYS"),
+    "NCCL_PROTO": (
+        f"{_EVERY.format(words=_PROTOCOLS)}|{_FUNCTIONS.format(words=_PROTOCOLS)}",
+        "LL, LL128, Simple, a list of them, or by function as in allreduce:LL",
+    ),
+    "NCCL_ALGO": (
+        rf"(?i:Ring|\^(?:{_ALGORITHMS})(?:,(?:{_ALGORITHMS}))*)|{_FUNCTIONS.format(words=_ALGORITHMS)}",
+        "by function, as in allreduce:tree or allreduce:ring (since NCCL 2.24 an algorithm for all of them fails those "
+        "that lack it)",
+    ),
+    "NCCL_MIN_CTAS": _CTAS,
+    "NCCL_MAX_CTAS": _CTAS,
+    "NCCL_BUFFSIZE": ("[1-9][0-9]{3,9}", "bytes, best a power of 2 such as 4194304"),
+    "NCCL_NTHREADS": ("64|128|256|512", "64, 128, 256 or 512 (NCCL makes one of these of any other)"),
+    "NCCL_CUMEM_ENABLE": _SWITCH,
+    "NCCL_CUMEM_HOST_ENABLE": _SWITCH,
+    "NCCL_NVLS_ENABLE": ("[012]", "0, 1 or 2"),
+    "NCCL_P2P_DISABLE": _SWITCH,
+    "NCCL_SHM_DISABLE": _SWITCH,
+    "NCCL_RUNTIME_CONNECT": _SWITCH,
+    "NCCL_GRAPH_REGISTER": _SWITCH,
+    "NCCL_GRAPH_MIXING_SUPPORT": _SWITCH,
+    "NCCL_IGNORE_CPU_AFFINITY": _SWITCH,
+    "NCCL_CTA_POLICY": ("DEFAULT|EFFICIENCY|ZERO", "DEFAULT, EFFICIENCY or ZERO"),
+}
+"""Variable → what its values match, and what they are. Variables that are not here take any value."""
+
+_GONE = {
+    "NCCL_LL_THRESHOLD": "NCCL has not read it since 2.5; search NCCL_PROTO",
+    "NCCL_TREE_THRESHOLD": "NCCL has not read it since 2.5; search NCCL_ALGO",
+    "NCCL_MIN_NCHANNELS": "NCCL_MIN_CTAS has taken its place",
+    "NCCL_MAX_NCHANNELS": "NCCL_MAX_CTAS has taken its place",
+}
+
+
+def value_problem(variable: str, value: Setting) -> str | None:
+    """What NCCL would make nothing of, or something else than it says; None for any other variable or value."""
+    if variable in _GONE:
+        return _GONE[variable]
+    pattern, valid = _VALID.get(variable, (".*", ""))
+    return None if re.fullmatch(pattern, str(value)) else f"'{value}' is not valid; valid: {valid}"
+
+
+def idle(variable: str, path: Setting | None) -> str | None:
+    """Why a variable says nothing of a decode step where its sums go by this path; None where it does.
+
+    Args:
+        path: the value of `allreduce`; None or auto leave it to the engine.
+    """
+    only = "search it only where NCCL adds up: when: allreduce == 'nccl'"
+    if path in (None, "auto"):
+        return f"allreduce is left to the engine, which may not take NCCL; name the path (allreduce: nccl), or {only}"
+    if path not in CARRIES:
+        return f"with allreduce '{path}' the sums of a decode step do not go by NCCL; {only}"
+    if variable in _OWN.get(str(path), ()):
+        return f"allreduce '{path}' sets it itself; leave '{path}' out of where it is tried"
+    return None
+
+
+def searched(names: Sequence[str]) -> list[str]:
+    """The variables of NCCL among the names of settings, as a space writes them (env.NAME)."""
+    return [name for name in names if name.startswith(f"env.{PREFIX}") and not name.startswith(f"env.{PREFIX}DEBUG")]
