@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from tuner.engines.allreduce import Fabric
 from tuner.errors import UsageError
 from tuner.records import LaunchRecord, Setting
 from tuner.secrets import is_secret
@@ -192,6 +193,13 @@ class Installed(Protocol):
         """What it would make of these launches, where it can be asked without a start; the baseline's comes first."""
 
 
+@runtime_checkable
+class Placed(Protocol):
+    """An engine that refuses by the GPUs that it is to run on; None where nothing is known of them."""
+
+    fabric: Fabric | None
+
+
 def version_of(engine: Engine, args: Mapping[str, Any], *, contained: bool = False) -> str:
     """The version of the engine that `args` name; "unknown" within a container, unless `args.version` says it.
 
@@ -203,8 +211,8 @@ def version_of(engine: Engine, args: Mapping[str, Any], *, contained: bool = Fal
     return str(args.get("version", "unknown")) if contained else engine.version(args)
 
 
-def get_engine(kind: str) -> Engine:
-    """The engine of this kind.
+def get_engine(kind: str, fabric: Fabric | None = None) -> Engine:
+    """The engine of this kind, for the GPUs that are told.
 
     Raises:
         UsageError: for an unknown kind, with the nearest one.
@@ -215,6 +223,8 @@ def get_engine(kind: str) -> Engine:
         raise UsageError(f"'{kind}' is not a kind of engine{meant} Valid: {', '.join(engine_kinds())}")
     module, _, name = _ENGINES[kind].partition(":")
     engine: Engine = getattr(importlib.import_module(module), name)()
+    if isinstance(engine, Placed):
+        engine.fabric = fabric
     return engine
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from tuner.engines.allreduce import BUNDLED, Fabric
 from tuner.engines.base import (
     Change,
     Mismatch,
@@ -95,14 +96,23 @@ class BundledEngine:
     kind = "bundled"
     settings: Mapping[str, SettingSpec] = {**_SPECULATION, **_ENGINE}
     hot = frozenset(_HOT)
+    fabric: Fabric | None = None
 
     def problems(self, args: Mapping[str, Any], settings: Mapping[str, Setting]) -> list[str]:
         """See `Engine.problems`."""
+        return self._problems(args, settings, self.fabric)
+
+    def _problems(
+        self, args: Mapping[str, Any], settings: Mapping[str, Setting], fabric: Fabric | None = None
+    ) -> list[str]:
         values = {**args, **settings}
         found = duplicates(args, settings) + unknown_names(values, self.settings)
         found += value_problems(values, self.settings)
         if not found and values.get("allreduce", "auto") != "auto" and values.get("tp", 1) == 1:
             found.append("allreduce: has no meaning with one rank (tp 1); valid: auto")
+        if not found and fabric is not None:
+            known = {**values, **fabric.facts(values.get("tp", 1))}
+            found = [f"{rule.setting}: {rule.says}" for rule in BUNDLED if rule.holds(known)]
         return found or shape_problems(values, _CHAINS, tuple(_SPECULATION))
 
     def record(
@@ -116,7 +126,7 @@ class BundledEngine:
         port: int,
     ) -> LaunchRecord:
         """See `Engine.record`."""
-        found = self.problems(args, settings) + env_problems(env)
+        found = self._problems(args, settings) + env_problems(env)
         if problem := self.check_model(model):
             found.append(f"model: {problem}")
         if found:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from tuner.engines.allreduce import LEVELS
 from tuner.records import Setting
 
 PREFIX = "NCCL_"
@@ -31,10 +33,9 @@ _PROTOCOLS = "LL128|LL|Simple"
 _ALGORITHMS = "Ring|Tree|CollnetDirect|CollnetChain|NVLSTree|NVLS|PAT"
 _SWITCH = ("[01]", "0 or 1")
 _CTAS = ("[1-9]|[1-5][0-9]|6[0-4]", "a whole number from 1 to 64")
-_LEVELS = "LOC|NVL|PIX|PXB|PHB|SYS"
 
 _VALID: Mapping[str, tuple[str, str]] = {
-    "NCCL_P2P_LEVEL": (_LEVELS, "LOC, NVL, PIX, PXB, PHB or SYS"),
+    "NCCL_P2P_LEVEL": ("|".join(LEVELS), "LOC, NVL, PIX, PXB, PHB or SYS"),
     "NCCL_PROTO": (
         f"{_EVERY.format(words=_PROTOCOLS)}|{_FUNCTIONS.format(words=_PROTOCOLS)}",
         "LL, LL128, Simple, a list of them, or by function as in allreduce:LL",
@@ -91,6 +92,34 @@ def idle(variable: str, path: Setting | None) -> str | None:
     if variable in _OWN.get(str(path), ()):
         return f"allreduce '{path}' sets it itself; leave '{path}' out of where it is tried"
     return None
+
+
+def impossible(env: Mapping[str, str | None], facts: Mapping[str, Any]) -> list[str]:
+    """Settings that NCCL could not do on these GPUs (`Fabric.facts`), or would do without: a sentence each."""
+    found = []
+    no_switch = facts.get("gpus.switched") is False or facts.get("gpus.capability", 9.0) < 9.0
+    for variable, value in env.items():
+        words = str(value or "").lower()
+        why = None
+        if variable == "NCCL_NVLS_ENABLE" and words in ("1", "2") and no_switch:
+            why = "needs NVLink switches and compute capability 9.0; NCCL would do without it"
+        elif variable == "NCCL_ALGO" and "nvls" in words and "^" not in words and no_switch:
+            why = "needs NVLink switches and compute capability 9.0, and NCCL fails where an algorithm is not there"
+        elif variable == "NCCL_PROTO" and "ll128" in words and "^" not in words and facts.get("gpus.linked") is False:
+            why = "LL128 where it is not supported corrupts data (NVIDIA's documentation), and these GPUs are on PCIe"
+        elif variable == "NCCL_P2P_LEVEL" and words == "nvl" and facts.get("gpus.any_link") is False:
+            why = "NVLink joins none of these GPUs: it would be LOC"
+        found += [f"env.{variable}: {value}: {why}"] if why else []
+    return found
+
+
+def same_levels(choices: Sequence[Setting], farthest: str | None) -> list[str]:
+    """The choices of NCCL_P2P_LEVEL that are one, since no two GPUs are further apart; nothing where all differ."""
+    if farthest is None:
+        return []
+    known = [str(choice) for choice in choices if choice in LEVELS]
+    same = [choice for choice in known if LEVELS.index(choice) >= LEVELS.index(farthest)]
+    return same if len(same) > 1 else []
 
 
 def searched(names: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tuner.engines import installed
+from tuner.engines.allreduce import Fabric
 from tuner.engines.base import (
     Mismatch,
     Resolution,
@@ -48,7 +49,8 @@ class ServedEngine(ABC):
     """An engine of its own, found in PATH or where `engine.args.program` says. Subclasses say what is its own.
 
     `chains` are the drafters that do not branch; `owned` maps each flag that the adapter writes to what says it;
-    `spelled` says for people how each setting is said; `also_read` and `trial_env` are as in `LaunchRecord`.
+    `spelled` says for people how each setting is said; `also_read` and `trial_env` are as in `LaunchRecord`. What these
+    GPUs could not do is refused by `fabric`.
     """
 
     kind: ClassVar[str]
@@ -61,6 +63,7 @@ class ServedEngine(ABC):
     also_read: ClassVar[Mapping[str, str]] = {}
     info_path: ClassVar[str]
     flush_path: ClassVar[str | None] = None
+    fabric: Fabric | None = None
 
     # -- what subclasses say ------------------------------------------------------------------------------------
 
@@ -92,6 +95,11 @@ class ServedEngine(ABC):
 
     def problems(self, args: Mapping[str, Any], settings: Mapping[str, Setting]) -> list[str]:
         """See `Engine.problems`."""
+        return self._problems(args, settings, self.fabric)
+
+    def _problems(
+        self, args: Mapping[str, Any], settings: Mapping[str, Setting], fabric: Fabric | None = None
+    ) -> list[str]:
         values = {**{name: value for name, value in args.items() if name not in OWN}, **settings}
         found = duplicates(args, settings) + unknown_names(args, [*self.settings, *OWN])
         found += unknown_names(settings, self.settings)
@@ -104,7 +112,8 @@ class ServedEngine(ABC):
             return found
         complete = self.completed(values)
         known, _ = nearest(self.kind, args.get("version") or self._here(args))
-        return self.own_problems(complete) + known.problems(complete)
+        facts = fabric.facts(complete.get("tp", 1)) if fabric else {}
+        return self.own_problems(complete) + known.problems({**complete, **facts})
 
     def record(
         self,
@@ -117,7 +126,7 @@ class ServedEngine(ABC):
         port: int,
     ) -> LaunchRecord:
         """See `Engine.record`."""
-        found = self.problems(args, settings) + env_problems(env)
+        found = self._problems(args, settings) + env_problems(env)
         if problem := self.check_model(model):
             found.append(f"model: {problem}")
         values = {name: value for name, value in args.items() if name not in OWN} | dict(settings)

@@ -67,6 +67,16 @@ def topology() -> list[str]:
     return parse_topology(ask("topo", "-m") or "")
 
 
+def peers() -> list[str]:
+    """Which GPU reads the memory of which, one line per GPU, as `nvidia-smi topo -p2p r` draws it."""
+    return [line.strip() for line in _plain(ask("topo", "-p2p", "r") or "") if re.match(r"\s*GPU\d+\s", line)]
+
+
+def capabilities() -> dict[int, float]:
+    """Compute capability by GPU, as in 9.0; empty where the driver does not tell."""
+    return parse_capabilities(ask("--query-gpu=index,compute_cap", *_CSV) or "")
+
+
 def memory_used() -> dict[int, int] | None:
     """MiB in use by GPU index; None without `nvidia-smi`."""
     answer = ask("--query-gpu=index,name,memory.total,memory.used,driver_version", *_CSV)
@@ -117,10 +127,20 @@ def parse_processes(text: str) -> list[GpuProcess]:
 
 def parse_topology(text: str) -> list[str]:
     """The rows of GPUs, with their heading, of `nvidia-smi topo -m`; without its legend and colours."""
-    lines = [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
+    lines = _plain(text)
     rows = [line for line in lines if re.match(r"GPU\d+\s", line)]
     heading = [line for line in lines if re.match(r"\s+GPU\d+\b", line)][:1]
     return heading + rows if rows else []
+
+
+def parse_capabilities(text: str) -> dict[int, float]:
+    """The answer to `--query-gpu=index,compute_cap`."""
+    rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
+    return {int(row[0]): float(row[1]) for row in rows if len(row) == 2 and re.fullmatch(r"\d+\.\d+", row[1])}
+
+
+def _plain(text: str) -> list[str]:
+    return [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
 
 
 def _number(text: str) -> int | None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from tuner.engines.allreduce import Fabric, doubt
+from tuner.engines.base import Engine, Placed
+from tuner.engines.nccl import same_levels
 from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import Candidate, LaunchRecord
 from tuner.space import Space
 from tuner.study.engine import illegal, launch_record
+from tuner.study.fabric import fabric_here
 
 _MOST = 500
 """Candidates whose command lines are looked at: flags repeat long before."""
@@ -27,13 +31,15 @@ def preflight(space: Space) -> Preflight:
     """Looks at the installed engine and the machine; starts no server. The engine's own flags are asked for once."""
     from tuner.engines.base import Installed, get_engine
 
-    engine = get_engine(space.kind)
+    gpus = fabric_here(space)
+    engine, placed = get_engine(space.kind), get_engine(space.kind, gpus)
     if not isinstance(engine, Installed):
-        return Preflight()
+        why = illegal(space, placed, space.baseline) if gpus else None
+        return Preflight((), (f"the baseline: {why}",) if why else (), tuple(_left_out(space, engine, placed)))
     refused: list[str] = []
     records: list[LaunchRecord] = []
     for candidate in _candidates(space):
-        if candidate is not space.baseline and illegal(space, engine, candidate):
+        if candidate is not space.baseline and illegal(space, placed, candidate):
             continue
         try:
             records.append(launch_record(space, engine, candidate, host="127.0.0.1", port=1))
@@ -41,7 +47,13 @@ def preflight(space: Space) -> Preflight:
             refused.append(str(error))
     refused += _drafts(space, records)
     missing = _hardware(space, records)
-    notes = [*engine.notes(space.args), *_allreduce(space, records)]
+    if (
+        not missing
+        and illegal(space, engine, space.baseline) is None
+        and (why := illegal(space, placed, space.baseline))
+    ):
+        missing.append(f"the baseline: {why}")
+    notes = [*engine.notes(space.args), *_left_out(space, engine, placed), *_allreduce(space, records, gpus)]
     if space.container is not None:
         notes.append("the flags are not held against the engine in the image: nothing of it is here to be asked")
     elif not refused:
@@ -81,7 +93,7 @@ def nothing_left(space: Space) -> list[str]:
     """Why every candidate is ruled out, the commonest reasons first; nothing where one is left or none is listed."""
     from tuner.engines.base import get_engine
 
-    engine = get_engine(space.kind)
+    engine = get_engine(space.kind, fabric_here(space))
     reasons: Counter[str] = Counter()
     for listed in (space.listed() or {}).values():
         why = "it is the baseline" if listed.candidate == space.baseline else illegal(space, engine, listed.candidate)
@@ -144,14 +156,27 @@ def _hardware(space: Space, records: list[LaunchRecord]) -> list[str]:
     return [f"{most} GPU{'s are' if most > 1 else ' is'} needed (tp), and nvidia-smi knows of {here or 'none'} here"]
 
 
-def _allreduce(space: Space, records: list[LaunchRecord]) -> list[str]:
-    from tuner.engines.allreduce import doubt
-    from tuner.launch import gpu
+def _left_out(space: Space, engine: Engine, placed: Engine) -> list[str]:
+    """What is not tried since this machine's GPUs could not, though they might elsewhere."""
+    if not isinstance(placed, Placed) or placed.fabric is None:
+        return []
+    why = Counter(
+        said
+        for each in _candidates(space)
+        if (said := illegal(space, placed, each)) and each is not space.baseline and not illegal(space, engine, each)
+    )
+    return [f"left out on these GPUs ({count} candidates): {said}" for said, count in why.most_common()]
 
+
+def _allreduce(space: Space, records: list[LaunchRecord], gpus: Fabric | None) -> list[str]:
     asked = {(str(r.expected.get("allreduce")), int(r.expected.get("tp", 1))) for r in records}
     tried = sorted(pair for pair in asked if pair[1] > 1)
-    topology = gpu.topology() if tried else []
-    notes = [f"allreduce: {why}" for path, tp in tried if (why := doubt(path, tp, topology))]
+    notes = [f"allreduce: {why}" for path, tp in tried if gpus and (why := doubt(path, gpus.facts(tp)))]
+    for parameter in space.parameters:
+        if gpus and parameter.name == "env.NCCL_P2P_LEVEL" and tried:
+            farthest = gpus.farthest(max(tp for _, tp in tried))
+            if same := same_levels(parameter.choices or (), farthest):
+                notes.append(f"{parameter.name}: {' and '.join(same)} are one here: no two GPUs are beyond {farthest}")
     if any(path not in ("None", "auto") for path, _ in tried):
         notes.append("allreduce: no path has been run on such hardware by this project; each counts once read back")
     return notes

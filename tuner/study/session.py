@@ -22,6 +22,7 @@ from tuner.study.crashes import CrashMemory
 from tuner.study.data import Budget, StudyData
 from tuner.study.database import storage_problem
 from tuner.study.engine import StudyEngine, in_image
+from tuner.study.fabric import fabric_here
 from tuner.study.hardware import hardware
 from tuner.study.inherit import import_study
 from tuner.study.interrupt import Interrupts
@@ -109,7 +110,7 @@ def outlook(space: Space) -> Plan:
     timing = timing_of(earlier, space, windows.estimate_s(), windows.warmup_s)
     if virtual(space):
         timing = Timing(LAUNCH_S, BLOCK_S, "of the simulation's virtual clock", WARMUP_S)
-    engine = get_engine(space.kind)
+    engine = get_engine(space.kind, fabric_here(space))
     try:
         now: dict[str, Any] = current_fingerprint(space)
     except (UsageError, EnvironmentBroken):
@@ -427,7 +428,7 @@ def run_study(
         waits = store.clock
         return Controller(
             store,
-            engine or get_engine(space.kind),
+            engine or get_engine(space.kind, fabric_here(space, place.devices)),
             world or Machine(space, devices=place.devices, siblings=lease.sibling_pids, study={"study": before.uid}),
             policy=policy_of(before),
             folder=folder or study_folder(store.name),
