@@ -46,7 +46,7 @@ def command(
         "clear it with: tuner doctor --clean"
         for left in still
     ]
-    facts = {**_machine(problems), "load": _load(), "gpus": _gpus(), "engines": _engines(problems)}
+    facts = {**_machine(problems), "load": _load(), "gpus": _gpus(problems), "engines": _engines(problems)}
     facts |= {"leftovers": [asdict(left) for left in still], "cleaned": len(found) - len(still), "problems": problems}
     if as_json:
         say_json(facts)
@@ -131,10 +131,16 @@ def _existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.resolve().parents) if folder.is_dir())
 
 
-def _gpus() -> dict[str, Any]:
+def _gpus(problems: list[str]) -> dict[str, Any]:
     from tuner.launch import gpu
+    from tuner.launch.strangers import strangers
 
     gpus = gpu.gpus()
+    problems += [
+        f"a GPU is in use: process {one.pid} holds {one.used_mib or 'unknown'} MiB, and no study starts beside it; "
+        "wait for it, end it, or keep studies to other GPUs (engine.devices)"
+        for one in (strangers(but_ours=True) if gpus else ())
+    ]
     return {
         "list": [asdict(one) for one in gpus],
         "topology": gpu.topology() if gpus else [],

@@ -27,6 +27,7 @@ def command(
     """Continue a study to its target, without being told it again; --more extends it."""
     from tuner.cli.cluster import Asked, limit_options, local_files, run_on_ray
     from tuner.study.names import check_name
+    from tuner.study.preflight import require_free
     from tuner.study.session import Limits, here, named_devices, reopen
     from tuner.study.store import open_study
 
@@ -50,6 +51,8 @@ def command(
         )
         return
     only = named_devices(devices)
+    with closing(open_study(check_name(study), storage)) as known:
+        require_free(known.data().space, only)
     store = reopen(study, storage=storage, limits=limits, devices=only)
     place = here(store.data().space, only)
     carry_out(store, storage=storage, no_crash_memory=no_crash_memory, quiet=quiet, json_log=json_log, place=place)

@@ -12,18 +12,21 @@ from tuner.space.space import SIMULATED
 
 
 def fabric_here(space: Space, devices: Sequence[str] = ()) -> Fabric | None:
-    """How the GPUs of a space's servers are joined; None where it searches no all-reduce, or nothing is known.
-
-    `devices` are the worker's, else the space's, its container's, or those that CUDA is told to show.
-    """
+    """How the GPUs of a space's servers are joined; None where it says nothing of all-reduce, or nothing is known."""
     from tuner.launch import gpu
 
     named = {*space.args, *space.baseline.settings, *(parameter.name for parameter in space.parameters)}
     if space.kind == SIMULATED or "allreduce" not in named:
         return None
-    inside = space.container.gpus if space.container is not None else None
-    shown = os.environ.get(VISIBLE, "")
-    chosen = tuple(devices) or space.devices or tuple(map(str, inside or ()) if isinstance(inside, list) else ())
-    if not chosen and shown and space.container is None:
-        chosen = tuple(word.strip() for word in shown.split(","))
-    return fabric(gpu.topology(), gpu.peers(), gpu.capabilities(), chosen)
+    return fabric(gpu.topology(), gpu.peers(), gpu.capabilities(), used_devices(space, devices))
+
+
+def used_devices(space: Space, devices: Sequence[str] = ()) -> tuple[str, ...]:
+    """The GPUs that servers use: a worker's, else the space's, its container's, or those that CUDA is told to show."""
+    if chosen := tuple(devices) or space.devices:
+        return chosen
+    if space.container is not None:
+        inside = space.container.gpus
+        return tuple(map(str, inside)) if isinstance(inside, list) else ()
+    shown = space.env.get(VISIBLE, os.environ.get(VISIBLE)) or ""
+    return tuple(word for word in (word.strip() for word in shown.split(",")) if word)

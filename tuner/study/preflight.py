@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tuner.engines.allreduce import Fabric, doubt
 from tuner.engines.base import Engine, Placed
@@ -12,7 +14,7 @@ from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import Candidate, LaunchRecord
 from tuner.space import Space
 from tuner.study.engine import illegal, launch_record
-from tuner.study.fabric import fabric_here
+from tuner.study.fabric import fabric_here, used_devices
 
 _MOST = 500
 """Candidates whose command lines are looked at: flags repeat long before."""
@@ -34,8 +36,11 @@ def preflight(space: Space) -> Preflight:
     gpus = fabric_here(space)
     engine, placed = get_engine(space.kind), get_engine(space.kind, gpus)
     if not isinstance(engine, Installed):
-        why = illegal(space, placed, space.baseline) if gpus else None
-        return Preflight((), (f"the baseline: {why}",) if why else (), tuple(_left_out(space, engine, placed)))
+        if not isinstance(placed, Placed) or not _may_use_gpus(space):
+            return Preflight()
+        bundled = launch_record(space, engine, space.baseline, host="127.0.0.1", port=1)
+        missing = _hardware(space, [bundled]) or _impossible(space, engine, placed)
+        return Preflight((), tuple(missing), tuple(_left_out(space, engine, placed)))
     refused: list[str] = []
     records: list[LaunchRecord] = []
     for candidate in _candidates(space):
@@ -46,13 +51,7 @@ def preflight(space: Space) -> Preflight:
         except UsageError as error:
             refused.append(str(error))
     refused += _drafts(space, records)
-    missing = _hardware(space, records)
-    if (
-        not missing
-        and illegal(space, engine, space.baseline) is None
-        and (why := illegal(space, placed, space.baseline))
-    ):
-        missing.append(f"the baseline: {why}")
+    missing = _hardware(space, records) or _impossible(space, engine, placed)
     notes = [*engine.notes(space.args), *_left_out(space, engine, placed), *_allreduce(space, records, gpus)]
     if space.container is not None:
         notes.append("the flags are not held against the engine in the image: nothing of it is here to be asked")
@@ -140,7 +139,7 @@ def _drafts(space: Space, records: list[LaunchRecord]) -> list[str]:
 def _hardware(space: Space, records: list[LaunchRecord]) -> list[str]:
     from tuner.launch import gpu
 
-    wanted = [r.expected for r in records if r.expected.get("device") == "gpu"]
+    wanted = [r.expected for r in records if r.expected.get("device") in ("gpu", "cuda")]
     if not wanted:
         return []
     most = max(int(settings.get("tp", 1)) for settings in wanted)
@@ -152,8 +151,52 @@ def _hardware(space: Space, records: list[LaunchRecord]) -> list[str]:
         return [f"{most} GPUs are needed (tp), and engine.devices names {len(space.devices)}"]
     here = len(gpus)
     if here >= most:
-        return []
+        return _in_use(space, most, wanted[0])
     return [f"{most} GPU{'s are' if most > 1 else ' is'} needed (tp), and nvidia-smi knows of {here or 'none'} here"]
+
+
+def _in_use(space: Space, most: int, baseline: Mapping[str, Any], devices: Sequence[str] = ()) -> list[str]:
+    """Who is on the GPUs already: a server may not fit beside it, and its figures would be of a shared GPU."""
+    from tuner.launch.strangers import held_unseen, strangers
+
+    ours = (used_devices(space, devices) or tuple(map(str, range(most))))[:most]
+    found = [f"process {one.pid} holds {one.used_mib or 'unknown'} MiB" for one in strangers(ours)]
+    share = baseline.get("memory_fraction")
+    if not found and isinstance(share, float):
+        unseen = held_unseen(ours, share)
+        found = [f"{one.used_mib} of {one.memory_mib} MiB of GPU {one.index} are held, unseen" for one in unseen]
+    advice = "wait for it, end it, or name other GPUs with engine.devices (--devices)"
+    named = f"GPU{'s' if len(ours) > 1 else ''} {', '.join(ours)}"
+    return [f"{named}: already in use ({', '.join(found)}); {advice}"] if found else []
+
+
+def require_free(space: Space, devices: Sequence[str] = ()) -> None:
+    """Before a study goes on.
+
+    Raises:
+        EnvironmentBroken: somebody else computes on the GPUs that its servers would have.
+    """
+    from tuner.engines.base import get_engine
+
+    engine = get_engine(space.kind)
+    if not isinstance(engine, Placed):
+        return
+    expected = launch_record(space, engine, space.baseline, host="127.0.0.1", port=1).expected
+    if expected.get("device") not in ("gpu", "cuda"):
+        return
+    if found := _in_use(space, int(expected.get("tp", 1)), expected, devices):
+        raise EnvironmentBroken(f"{found[0]}. Nothing was started")
+
+
+def _may_use_gpus(space: Space) -> bool:
+    values = [space.args.get("device"), space.baseline.settings.get("device")]
+    return "gpu" in values or any("gpu" in (p.choices or ()) for p in space.parameters if p.name == "device")
+
+
+def _impossible(space: Space, engine: Engine, placed: Engine) -> list[str]:
+    """What keeps the baseline from these GPUs, and not from others."""
+    here, elsewhere = illegal(space, placed, space.baseline), illegal(space, engine, space.baseline)
+    return [f"the baseline: {here}"] if here and not elsewhere else []
 
 
 def _left_out(space: Space, engine: Engine, placed: Engine) -> list[str]:

@@ -157,3 +157,58 @@ def test_a_baseline_that_these_gpus_cannot_run_ends_run_with_3_and_check_says_so
     assert ran.returncode == 3
     assert "the baseline: allreduce: custom" in ran.stderr
     assert not (tmp_path / "studies").exists()
+
+
+def single_gpu(folder: Path, more: str = "") -> str:
+    (folder / "space.yaml").write_text(
+        f"""
+name: single
+engine: {{kind: vllm, model: Qwen/Qwen3-8B, args: {{attention_backend: FLASHINFER, memory_fraction: 0.9}}{more}}}
+workload: {{concurrency: [1]}}
+baseline: {{speculation: none}}
+parameters:
+  speculation: {{choices: [none, ngram]}}
+  num_steps: {{low: 1, high: 2, when: speculation != 'none'}}
+"""
+    )
+    return "space.yaml"
+
+
+def vllm(programs: Path, version: str = "0.32.0", without: str = "") -> None:
+    """A vLLM of this version: a program beside the interpreter of an environment that has its distribution."""
+    site = programs / "site" / f"vllm-{version}.dist-info"
+    site.mkdir(parents=True)
+    (site / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    write(programs / "python3", f'#!/bin/sh\nPYTHONPATH={programs}/site exec {sys.executable} "$@"\n')
+    text = engine(programs, "vllm", version, without).read_text()
+    write(programs / "vllm", text.replace(sys.executable, f"{programs}/python3", 1))
+
+
+def test_a_gpu_that_is_in_use_is_found_before_a_launch(tuner: Tuner, programs: Path, tmp_path: Path) -> None:
+    vllm(programs)
+    nvidia_smi(programs, PIX, gpus=2, busy="4711, 69000\n")
+    ran = tuner("run", single_gpu(tmp_path))
+    assert ran.returncode == 3, ran.stdout
+    assert "GPU 0: already in use (process 4711 holds 69000 MiB); wait for it, end it, or name other GPUs" in ran.stderr
+    checked = tuner("check", "space.yaml")
+    assert checked.returncode == 0, "the file is right"
+    assert "cannot run here: GPU 0: already in use" in checked.stdout
+    found = tuner("doctor")
+    assert found.returncode == 3
+    assert "a GPU is in use: process 4711 holds 69000 MiB" in found.stdout.replace("\n", " ")
+    assert not (programs / "launched").exists()
+    assert not (tmp_path / "studies").exists()
+
+
+def test_a_context_beside_is_no_use_and_a_gpu_held_from_outside_a_container_is(
+    tuner: Tuner, programs: Path, tmp_path: Path
+) -> None:
+    vllm(programs)
+    nvidia_smi(programs, PIX, gpus=2, busy="4711, 120\n")
+    checked = tuner("check", single_gpu(tmp_path))
+    assert checked.returncode == 0, checked.stderr
+    assert "cannot run here" not in checked.stdout
+    nvidia_smi(programs, PIX, gpus=2)
+    (programs / "gpus").write_text("0, NVIDIA GPU, 97887, 60000, 580.65\n1, NVIDIA GPU, 97887, 10, 580.65\n")
+    assert "60000 of 97887 MiB of GPU 0 are held, unseen" in tuner("check", "space.yaml").stdout
+    assert "cannot run here" not in tuner("check", single_gpu(tmp_path, ", devices: [1]")).stdout
