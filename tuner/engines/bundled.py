@@ -24,6 +24,7 @@ from tuner.engines.base import (
     unknown_names,
     value_problems,
 )
+from tuner.engines.drafts import broken
 from tuner.engines.speculation import draft_tokens, shape_problems
 from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import LaunchRecord, Setting
@@ -182,10 +183,12 @@ class BundledEngine:
         """See `Engine.check_model`."""
         valid = f"valid: {', '.join(_MODELS)}, a .gguf file, a Hugging Face folder (with config.json), or a hub id"
         path = Path(model).expanduser()
-        if model in _MODELS or path.is_file():
+        if model in _MODELS:
             return None
-        if path.is_dir():
-            return None if (path / "config.json").is_file() else f"the folder '{model}' has no config.json; {valid}"
+        if path.is_dir() and not (path / "config.json").is_file():
+            return f"the folder '{model}' has no config.json; {valid}"
+        if path.is_dir() or path.is_file():
+            return broken(model)
         if _HUB_ID.fullmatch(model):  # whether the hub has it is found out when it is fetched
             return None
         close = difflib.get_close_matches(model.lower(), _MODELS, n=1, cutoff=0.5)

@@ -1,10 +1,29 @@
-"""Whether a head or a draft model fits its target, as far as their `config.json` say; without loading either."""
+"""What the files of a model say: whether it can be one, and whether a head or draft model fits it. Loads nothing."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+
+def broken(model: str) -> str | None:
+    """Why no engine could load a model of this machine: a folder without an architecture, a .gguf that is none."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        config = _config(model)
+        if config is None:
+            return f"{path / 'config.json'} cannot be read, or holds no JSON object"
+        named = config.get("architectures") or config.get("model_type")
+        return None if named else f"{path / 'config.json'} names no architecture (architectures or model_type)"
+    if path.suffix != ".gguf" or not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            begins = file.read(4)
+    except OSError as error:
+        return f"'{model}' cannot be read: {error.strerror}"
+    return None if begins == b"GGUF" else f"'{model}' is no GGUF file: it begins with {begins!r}"
 
 
 def misfit(target: str, draft: str, drafter: str) -> str | None:

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -86,8 +87,11 @@ def _version(program: Program, path: str) -> str:
         if match is None:
             raise EnvironmentBroken(f"{program.engine} tells no version: {path} --version says {answer[:200]!r}")
         return "+".join(part for part in (match[1], match[3]) if part)
+    python = interpreter(Path(path))
+    if python is None:
+        return _version_of_wrapper(program, path)
     code = f"import importlib.metadata as m; print(m.version({program.package!r}))"
-    answer = _ask([*interpreter(Path(path)), "-c", code], _VERSION_TIMEOUT_S).strip()
+    answer = _ask([*python, "-c", code], _VERSION_TIMEOUT_S).strip()
     if not re.match(r"\d", answer.splitlines()[-1] if answer else ""):
         raise EnvironmentBroken(
             f"{program.engine} is not installed where {path} looks for it: the distribution {program.package} is "
@@ -96,23 +100,42 @@ def _version(program: Program, path: str) -> str:
     return answer.splitlines()[-1]
 
 
-def interpreter(path: Path) -> list[str]:
-    """What runs a program of Python: the interpreter that its first lines name, or itself."""
+def _version_of_wrapper(program: Program, path: str) -> str:
+    """What a script around the engine says to `--version`, which it has to pass on."""
+    wanted = (
+        f"{path} is no program of Python, so that its version is asked by --version. A script around {program.engine} "
+        f'must pass its arguments on (exec {program.engine} "$@"), or engine.args.version must say which one it is'
+    )
+    try:
+        answer = _ask([path, "--version"], _VERSION_TIMEOUT_S)
+    except EnvironmentBroken as error:
+        raise EnvironmentBroken(f"{error}. {wanted}") from error
+    told = re.compile(rf"(?:{re.escape(program.engine)})?(?:[\s,:]*version)?[\s:]*v?(\d+\.\d[\w.+!-]*)", re.IGNORECASE)
+    found = [match[1] for line in answer.splitlines() if (match := told.fullmatch(line.strip()))]
+    if not found:
+        said = " ".join(answer.split())[-200:]
+        raise EnvironmentBroken(f"{program.engine} tells no version: {path} --version says {said!r}. {wanted}")
+    return found[-1]
+
+
+def interpreter(path: Path) -> list[str] | None:
+    """What runs a program of Python: the interpreter that its first lines name, or itself; None for another program."""
+    itself = [str(path)] if "python" in path.name else None
     try:
         with path.open("rb") as file:
             first, second = file.readline(512), file.readline(4096)
     except OSError:  # it may be run, but not read
-        return [str(path)]
+        return itself
     if second.startswith(b"'''exec' "):  # installers write so where the interpreter's path is long or holds spaces
         words = shlex.split(second.decode("utf-8", "replace").removeprefix("'''exec' "))
         return words[:1]
     if first.startswith(b"#!"):
         words = first[2:].decode("utf-8", "replace").split()
         if words and Path(words[0]).name == "env":
-            words = words[1:]
+            words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
         if words and "python" in Path(words[0]).name:
             return words[:1]
-    return [str(path)]
+    return itself
 
 
 def ask(program: Program, *arguments: str) -> str:
@@ -126,25 +149,33 @@ def ask(program: Program, *arguments: str) -> str:
 
 def _ask(command: Sequence[str], timeout_s: float) -> str:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False,
-            stdin=subprocess.DEVNULL, env={**os.environ, "COLUMNS": "200"},
+        asked = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+            text=True, errors="replace", env={**os.environ, "COLUMNS": "200"}, start_new_session=True,
         )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise EnvironmentBroken(f"'{' '.join(command)}' did not answer in {timeout_s:g} s; it is broken") from error
     except OSError as error:
         raise EnvironmentBroken(f"'{command[0]}' cannot be started: {error}") from error
-    return done.stdout if done.stdout.strip() else done.stderr
+    with asked:
+        try:
+            out, also = asked.communicate(timeout=timeout_s)
+        except BaseException as error:
+            # With all that it has started: a script that passes no arguments on starts a whole server.
+            os.killpg(asked.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            said = f"'{' '.join(command)}' did not answer in {timeout_s:g} s; it is broken"
+            raise EnvironmentBroken(said) from error
+    return out if out.strip() else also
 
 
-def flags(program: Program) -> frozenset[str]:
-    """The flags that the installed engine's own command line knows.
+def flags(program: Program, known_as: str) -> frozenset[str]:
+    """The flags that the command line of the installed engine, of this version, knows.
 
     Raises:
         EnvironmentBroken: it is not here, or shows none.
     """
     path = located(program)
-    key = hashlib.sha256(f"{path.resolve()}\0{version(program)}\0{program.command}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{path.resolve()}\0{known_as}\0{program.command}".encode()).hexdigest()[:16]
     kept = _cache() / f"{program.engine}-{key}.json"
     with contextlib.suppress(OSError, ValueError):  # not asked yet, or spoiled: ask again
         return frozenset(json.loads(kept.read_text(encoding="utf-8")))

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from tuner.engines import installed
 from tuner.engines.base import Resolution
+from tuner.engines.drafts import broken
 from tuner.engines.flags import Flag
 from tuner.engines.installed import Program
 from tuner.engines.neutral import SPECULATIVE, subset
@@ -187,7 +188,7 @@ class LlamaServerEngine(ServedEngine):
         """See `Engine.check_model`."""
         path = Path(model).expanduser()
         if model and path.is_file():
-            return None if path.suffix == ".gguf" else f"'{model}' is no .gguf file"
+            return broken(model) if path.suffix == ".gguf" else f"'{model}' is no .gguf file"
         if HUB_ID.fullmatch(model) and not path.exists():
             return None
         if model and path.is_dir():

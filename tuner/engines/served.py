@@ -22,6 +22,7 @@ from tuner.engines.base import (
     unknown_names,
     value_problems,
 )
+from tuner.engines.drafts import broken
 from tuner.engines.flags import TUNER, extra_problems
 from tuner.engines.installed import Program
 from tuner.engines.neutral import SPECULATIVE
@@ -185,8 +186,9 @@ class ServedEngine(ABC):
             EnvironmentBroken: the engine is not here, or broken.
         """
         program = self.program(args)
-        valid = installed.flags(program)
-        name = f"{program.engine} {installed.version(program)}"
+        version = self.version(args)
+        valid = installed.flags(program, version)
+        name = f"{program.engine} {version}"
         arguments = [argument for record in records for argument in record.argv[len(program.command) :]]
         found = installed.unknown_flags(arguments, valid, name)
         extra = {flag for argument in args.get("extra", ()) for flag in installed.flags_of([str(argument)])}
@@ -203,7 +205,7 @@ class ServedEngine(ABC):
 
     def check_model(self, model: str) -> str | None:
         """See `Engine.check_model`."""
-        return folder_problem(model)
+        return folder_problem(model) or broken(model)
 
     def check_draft(self, named: str) -> str | None:
         """A sentence when a head or draft model is nothing that the engine could load."""
@@ -218,10 +220,14 @@ class ServedEngine(ABC):
 
 
 def command_of(args: Mapping[str, Any], default: str, *behind: str) -> tuple[str, ...]:
-    """The words before an engine's flags: `engine.args.program`, one program or the whole beginning as a list."""
+    """The words before an engine's flags: `engine.args.program`, one program or the whole beginning as a list.
+
+    A path is made absolute: what is launched is also exported.
+    """
     program = args.get("program", default)
     first, *further = program if isinstance(program, (list, tuple)) else (program, *behind)
-    return (os.path.expanduser(first), *further)
+    first = os.path.expanduser(first)
+    return (os.path.abspath(first) if os.sep in first else first, *further)
 
 
 def _own_words(args: Mapping[str, Any]) -> list[str]:

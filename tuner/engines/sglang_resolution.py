@@ -66,6 +66,9 @@ def _sentence(what: str, found: Sequence[LaunchRecord], records: Sequence[Launch
 def _ask(program: Program, records: Sequence[LaunchRecord]) -> list[dict[str, Any]]:
     argvs = [list(record.argv[len(program.command) :]) for record in records]
     path = installed.located(program)
+    python = installed.interpreter(path)
+    if python is None:
+        raise _Unknown(f"{path} is a script around SGLang, whose interpreter it does not tell")
     asked = json.dumps([str(path), installed.version(program), SCRIPT.read_text(encoding="utf-8"), argvs])
     kept = _cache() / f"resolved-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
     with contextlib.suppress(OSError, ValueError):  # not asked yet, or spoiled: ask again
@@ -78,7 +81,7 @@ def _ask(program: Program, records: Sequence[LaunchRecord]) -> list[dict[str, An
                 Path(name).write_text(text, encoding="utf-8")
         done = subprocess.run(
             # Not by its file's name: its folder, where our own sglang.py lies, would then be searched for modules.
-            [*installed.interpreter(path), "-c", SCRIPT.read_text(encoding="utf-8")],
+            [*python, "-c", SCRIPT.read_text(encoding="utf-8")],
             input=json.dumps(argvs),
             capture_output=True,
             text=True,

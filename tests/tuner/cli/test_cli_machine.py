@@ -212,3 +212,86 @@ def test_a_context_beside_is_no_use_and_a_gpu_held_from_outside_a_container_is(
     (programs / "gpus").write_text("0, NVIDIA GPU, 97887, 60000, 580.65\n1, NVIDIA GPU, 97887, 10, 580.65\n")
     assert "60000 of 97887 MiB of GPU 0 are held, unseen" in tuner("check", "space.yaml").stdout
     assert "cannot run here" not in tuner("check", single_gpu(tmp_path, ", devices: [1]")).stdout
+
+
+def both(tuner: Tuner, tmp_path: Path, programs: Path) -> tuple[tuple[int, str], tuple[int, str]]:
+    """Status and words of `check` and of `run` of space.yaml, neither of which launched anything."""
+    checked, ran = tuner("check", "space.yaml"), tuner("run", "space.yaml")
+    assert not (programs / "launched").exists()
+    assert not (tmp_path / "studies").exists()
+    return (checked.returncode, checked.stdout + checked.stderr), (ran.returncode, ran.stdout + ran.stderr)
+
+
+def test_an_engine_that_is_missing_or_broken_is_the_machines_fault(
+    tuner: Tuner, programs: Path, tmp_path: Path
+) -> None:
+    nvidia_smi(programs, PIX, gpus=2)
+    single_gpu(tmp_path)
+    (status, said), (ended, why) = both(tuner, tmp_path, programs)
+    assert (status, ended) == (0, 3)
+    assert "cannot run here: vllm is not here" in said
+    assert "vllm is not here: 'vllm' is no program in PATH. Install it" in why
+    write(
+        programs / "vllm",
+        "#!/bin/sh\necho 'ImportError: libcudart.so.13: cannot open shared object file' >&2\nexit 1\n",
+    )
+    (status, said), (ended, why) = both(tuner, tmp_path, programs)
+    assert (status, ended) == (0, 3)
+    assert "libcudart.so.13" in said
+    assert "libcudart.so.13" in why
+
+
+def test_a_version_that_is_too_old_for_a_flag_is_refused_with_the_nearest(
+    tuner: Tuner, programs: Path, tmp_path: Path
+) -> None:
+    nvidia_smi(programs, PIX, gpus=2)
+    vllm(programs, "0.11.0", without="--attention-backend")
+    single_gpu(tmp_path)
+    for status, said in both(tuner, tmp_path, programs):
+        assert status == 2
+        assert "--attention-backend: vllm 0.11.0 does not know it; did you mean '--" in said
+
+
+def test_a_model_that_no_engine_could_load_and_a_draft_of_another_vocabulary_are_wrong_usage(
+    tuner: Tuner, programs: Path, tmp_path: Path
+) -> None:
+    nvidia_smi(programs, PIX, gpus=2)
+    vllm(programs)
+    text = (tmp_path / single_gpu(tmp_path)).read_text().replace("Qwen/Qwen3-8B", "target")
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text('{"vocab_size": 151936}')
+    (tmp_path / "space.yaml").write_text(text)
+    for status, said in both(tuner, tmp_path, programs):
+        assert (status, "names no architecture" in said) == (2, True)
+    (tmp_path / "target" / "config.json").write_text('{"vocab_size": 151936, "model_type": "qwen3"}')
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text('{"vocab_size": 49152, "model_type": "llama"}')
+    drafts = "[none, draft_model]}\n  draft_model: {choices: [draft], when: speculation != 'none'}"
+    (tmp_path / "space.yaml").write_text(text.replace("[none, ngram]}", drafts))
+    for status, said in both(tuner, tmp_path, programs):
+        assert status == 2
+        assert "'draft' has a vocabulary of 49152 tokens, and the model one of 151936: they must be the same" in said
+
+
+def test_a_script_that_sets_an_environment_and_starts_the_engine_is_a_program(
+    tuner: Tuner, programs: Path, tmp_path: Path
+) -> None:
+    nvidia_smi(programs, PIX, gpus=2)
+    inner = engine(programs, "vllm", "0.32.0")
+    inner.write_text(inner.read_text().replace("version: 0.32.0 (commit abc)", "0.32.0"))
+    write(tmp_path / "serve.sh", '#!/bin/bash\nset -e\nexport OMP_NUM_THREADS=1\nexec vllm "$@"\n')
+    text = (tmp_path / single_gpu(tmp_path)).read_text()
+    (tmp_path / "space.yaml").write_text(text.replace("{attention_backend", "{program: ./serve.sh, attention_backend"))
+    checked = tuner("check", "space.yaml")
+    assert checked.returncode == 0, checked.stderr
+    assert "cannot run here" not in checked.stdout
+    (programs / "vllm.help").write_text((programs / "vllm.help").read_text().replace("--max-num-seqs", "--max-seqs"))
+    write(tmp_path / "other.sh", '#!/bin/bash\nexec vllm "$@"\n')
+    (tmp_path / "space.yaml").write_text(text.replace("{attention_backend", "{program: ./other.sh, attention_backend"))
+    refused = tuner("check", "space.yaml")
+    assert refused.returncode == 2
+    assert "--max-num-seqs: vllm 0.32.0 does not know it" in refused.stderr
+    write(tmp_path / "other.sh", "#!/bin/bash\nvllm serve 2> /dev/null\n")
+    closed = tuner("run", "space.yaml")
+    assert closed.returncode == 3
+    assert 'must pass its arguments on (exec vllm "$@"), or engine.args.version must say which' in closed.stderr

@@ -187,8 +187,18 @@ class TestBundled:
         assert BUNDLED.check_model("smollm2-135m") is None
         assert "did you mean 'smollm2-135m'" in str(BUNDLED.check_model("smollm-135m"))
         assert "config.json" in str(BUNDLED.check_model(str(tmp_path)))
-        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
         assert BUNDLED.check_model(str(tmp_path)) is None
+
+    def test_what_no_engine_could_load_is_refused_without_loading_it(self, tmp_path: Path) -> None:
+        config, weights = tmp_path / "config.json", tmp_path / "x.gguf"
+        for text, said in (("{}", "names no architecture"), ("[]", "holds no JSON object"), ("{", "cannot be read")):
+            config.write_text(text)
+            for kind in ("bundled", "vllm", "sglang"):
+                assert said in str(get_engine(kind).check_model(str(tmp_path)))
+        weights.write_bytes(b"<!DOCTYPE html>")
+        for kind in ("bundled", "llama_server"):
+            assert "is no GGUF file: it begins with b'<!DO'" in str(get_engine(kind).check_model(str(weights)))
 
     def test_a_path_is_absolute_in_the_record_because_it_is_deployed_elsewhere(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -452,7 +453,51 @@ def test_the_interpreter_of_a_program_is_found_where_its_path_is_too_long_for_th
     assert interpreter(Path(long)) == ["/a place/bin/python"]
     assert interpreter(Path(script(tmp_path / "plain", "#!/opt/x/bin/python3 -sE\n"))) == ["/opt/x/bin/python3"]
     other = script(tmp_path / "other", "#!/bin/sh\nexec other\n")
-    assert interpreter(Path(other)) == [other]
+    assert interpreter(Path(other)) is None
+    assert interpreter(Path(script(tmp_path / "env", "#!/usr/bin/env -S A=1 python3 -u\n"))) == ["python3"]
+    assert interpreter(Path(sys.executable)) == [sys.executable], "as in [python, -m, vllm]"
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("says", "version"),
+    [
+        ("0.32.0", "0.32.0"),
+        ("KIND 0.5.23+cu130", "0.5.23+cu130"),
+        ("KIND version: v0.6.1rc1", "0.6.1rc1"),
+        ("loaded CUDA 12.9\n0.32.0", "0.32.0"),
+        ("loaded CUDA 12.9", None),
+        ("", None),
+    ],
+)
+def test_a_script_around_an_engine_is_asked_for_the_version_of_what_it_starts(
+    kind: str, says: str, version: str | None, tmp_path: Path
+) -> None:
+    said = says.replace("KIND", kind)
+    args = {"program": script(tmp_path / "serve", f"#!/bin/bash\n[ $1 = --version ] && printf '{said}\n'\n")}
+    engine: Any = get_engine(kind)
+    if version is not None:
+        assert engine.version(args) == version
+        return
+    with pytest.raises(
+        EnvironmentBroken, match=r'must pass its arguments on \(exec \w+ "\$@"\), or engine.args.version'
+    ):
+        engine.version(args)
+    assert engine.version({**args, "version": "0.1"}) == "0.1"
+
+
+def test_a_script_that_passes_nothing_on_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuner.engines.installed._VERSION_TIMEOUT_S", 1.0)
+    child = tmp_path / "child"
+    program = script(tmp_path / "serve", f"#!/bin/bash\nsleep 60 & echo $! > {child}\nwait\n")
+    with pytest.raises(EnvironmentBroken, match="did not answer in 1 s") as caught:
+        get_engine("vllm").version({"program": program})  # type: ignore[call-arg]
+    assert "must pass its arguments on" in str(caught.value)
+    pid = int(child.read_text())
+    stat = Path(f"/proc/{pid}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_program_in_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,7 +531,7 @@ def test_a_draft_that_is_not_there_is_told_from_one_that_is(kind: str, tmp_path:
     engine: Any = get_engine(kind)
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "config.json").write_text("{}")
-    (tmp_path / "head.gguf").write_text("")
+    (tmp_path / "head.gguf").write_bytes(b"GGUF")
     good, bad = tmp_path / "head", tmp_path / "head.gguf"
     good, bad = (bad, good) if kind == "llama_server" else (good, bad)
     assert engine.check_draft(str(good)) is None

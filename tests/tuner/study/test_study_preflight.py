@@ -110,7 +110,7 @@ def test_a_draft_that_does_not_fit_is_found_before_a_launch(
     for name, config in (("model", {"hidden_size": 64, "vocab_size": 100}), ("draft", draft)):
         (tmp_path / name).mkdir()
         if config is not None:
-            (tmp_path / name / "config.json").write_text(json.dumps(config))
+            (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
     text = find_space("vllm_single_gpu.yaml").read_text()
     if drafter == "draft_model":
         text = text.replace("draft_head:", "draft_model:").replace("'eagle3'", "'draft_model'")
