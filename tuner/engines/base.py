@@ -86,8 +86,9 @@ class SettingSpec:
         return self.type == "str" and isinstance(value, str)
 
     def _meant(self, value: Any) -> str:
-        close = difflib.get_close_matches(str(value), [str(choice) for choice in self.choices], n=1)
-        return f"; did you mean '{close[0]}'?" if close else ""
+        options = {str(choice).casefold(): choice for choice in self.choices}
+        close = difflib.get_close_matches(str(value).casefold(), options, n=1)
+        return f"; did you mean '{options[close[0]]}'?" if close else ""
 
 
 @dataclass(frozen=True)
@@ -314,13 +315,17 @@ def duplicates(args: Mapping[str, Any], settings: Mapping[str, Setting]) -> list
     return [f"{name}: is both in engine.args and among the settings; keep one" for name in args if name in settings]
 
 
-def unknown_names(names: Iterable[str], valid: Iterable[str]) -> list[str]:
-    """A sentence for each name that is not valid, with the nearest one."""
+def unknown_names(names: Iterable[str], valid: Iterable[str], kind: str = "") -> list[str]:
+    """A sentence for each name that is not valid: what it is called with this kind of engine, or the nearest one."""
+    from tuner.engines.names import meant
+
     options = sorted(valid)
     found = []
     for name in names:
-        if name not in options:
+        if name not in options and (hint := meant(kind, name)):
+            found.append(f"{name}: {hint}")
+        elif name not in options:
             close = difflib.get_close_matches(name, options, n=1)
-            meant = f"; did you mean '{close[0]}'?" if close else "."
-            found.append(f"{name}: is unknown{meant} Valid: {', '.join(options)}")
+            near = f"; did you mean '{close[0]}'?" if close else "."
+            found.append(f"{name}: is unknown{near} Valid: {', '.join(options)}")
     return found

@@ -107,7 +107,7 @@ class BundledEngine:
         self, args: Mapping[str, Any], settings: Mapping[str, Setting], fabric: Fabric | None = None
     ) -> list[str]:
         values = {**args, **settings}
-        found = duplicates(args, settings) + unknown_names(values, self.settings)
+        found = duplicates(args, settings) + unknown_names(values, self.settings, self.kind)
         found += value_problems(values, self.settings)
         if not found and values.get("allreduce", "auto") != "auto" and values.get("tp", 1) == 1:
             found.append("allreduce: has no meaning with one rank (tp 1); valid: auto")

@@ -23,8 +23,9 @@ from tuner.engines.base import (
     value_problems,
 )
 from tuner.engines.drafts import broken
-from tuner.engines.flags import TUNER, extra_problems
+from tuner.engines.flags import TUNER, extra_problems, flags_of
 from tuner.engines.installed import Program
+from tuner.engines.names import foreign
 from tuner.engines.neutral import SPECULATIVE
 from tuner.engines.speculation import shape_problems
 from tuner.engines.versions import nearest
@@ -102,10 +103,11 @@ class ServedEngine(ABC):
         self, args: Mapping[str, Any], settings: Mapping[str, Setting], fabric: Fabric | None = None
     ) -> list[str]:
         values = {**{name: value for name, value in args.items() if name not in OWN}, **settings}
-        found = duplicates(args, settings) + unknown_names(args, [*self.settings, *OWN])
-        found += unknown_names(settings, self.settings)
+        found = duplicates(args, settings) + unknown_names(args, [*self.settings, *OWN], self.kind)
+        found += unknown_names(settings, self.settings, self.kind)
         found += value_problems(values, self.settings)
         found += extra_problems(args.get("extra", []), self.owned) + _own_words(args)
+        found += [] if found else _of_another_engine(self.kind, args.get("extra", []))
         if found:
             return found
         found = shape_problems(values, self.chains, SPECULATIVE)
@@ -242,6 +244,12 @@ def _own_words(args: Mapping[str, Any]) -> list[str]:
     if not isinstance(version := args.get("version", ""), str):
         found.append(f"version: {version!r} is not text; write it in quotes, as in '0.5.23'")
     return found
+
+
+def _of_another_engine(kind: str, extra: Sequence[Any]) -> list[str]:
+    """Further arguments that another engine has and this one does not."""
+    flags = flags_of(map(str, extra))
+    return [f"extra: {said}" for flag in flags if flag.startswith("--") and (said := foreign(kind, flag))]
 
 
 def place(model: str) -> tuple[str, str]:

@@ -165,6 +165,9 @@ class SglangEngine(ServedEngine):
         """See `ServedEngine.own_problems`."""
         drafter = values["speculation"]
         found = [f"{name}: is needed: {why}" for name, why in NEEDED.items() if name not in values]
+        for name in ("attention_backend", "draft_attention_backend"):
+            if (word := values.get(name)) is not None and word != str(word).lower():
+                found.append(f"{name}: SGLang writes its kernels in small letters, such as flashinfer, not '{word}'")
         head = _HEADS.get(drafter)
         if head and head not in values:
             found.append(f"{head}: is needed with speculation {drafter}: a folder or a hub id")

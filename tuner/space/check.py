@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from tuner.engines import nccl
 from tuner.engines.base import UNSET
+from tuner.engines.names import meant
 from tuner.errors import UsageError
 from tuner.records import Candidate, Setting
 from tuner.space.devices import VISIBLE
@@ -235,7 +236,8 @@ class Checker:
             if name.startswith("env."):
                 return
             if name not in engine.settings:
-                self.report(path[:2] if path[0] != "engine" else path[:3], unknown(name, engine.settings))
+                said = meant(file.engine.kind, name) or unknown(name, engine.settings)
+                self.report(path[:2] if path[0] != "engine" else path[:3], said)
             elif problem := engine.settings[name].problem(value):
                 self.report(path, problem)
 
