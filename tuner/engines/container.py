@@ -175,6 +175,16 @@ def contained(record: LaunchRecord, container: Container, image: str, pass_on: S
     return replace(record, argv=tuple(argv), env={}, host=host, container=ref)
 
 
+def asking(container: Container, image: str, command: Sequence[str]) -> list[str]:
+    """The arguments of `run` with which a command of the image is asked something, as a server in it is started."""
+    argv = _gpus(container)
+    for device in container.devices:
+        argv += ["--device", device]
+    for mount in container.mounts:
+        argv += ["--mount", _mount(mount)]
+    return [*argv, *container.run_args, image, *command]
+
+
 def listens_on(container: Container | None, host: str) -> str:
     """The address that a server is told to listen on, to be reached at `host`."""
     return EVERYWHERE if container is not None and container.network == "bridge" else host

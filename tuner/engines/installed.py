@@ -14,7 +14,7 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -175,15 +175,35 @@ def flags(program: Program, known_as: str) -> frozenset[str]:
         EnvironmentBroken: it is not here, or shows none.
     """
     path = located(program)
-    key = hashlib.sha256(f"{path.resolve()}\0{known_as}\0{program.command}".encode()).hexdigest()[:16]
+    return flags_shown(
+        program,
+        f"{path.resolve()}\0{known_as}",
+        f"{path} {' '.join(program.help)}",
+        lambda: _ask([*program.command, *program.help], HELP_TIMEOUT_S),
+    )
+
+
+def flags_shown(program: Program, identity: str, asked: str, ask_help: Callable[[], str]) -> frozenset[str]:
+    """The flags in a help text, which is asked for where it is not kept yet.
+
+    Args:
+        program: whose help it is.
+        identity: what tells this program from any other, and this version of it.
+        asked: how a person would ask for it.
+        ask_help: asks for it; may raise EnvironmentBroken.
+
+    Raises:
+        EnvironmentBroken: it shows none.
+    """
+    key = hashlib.sha256(f"{identity}\0{program.command}".encode()).hexdigest()[:16]
     kept = _cache() / f"{program.engine}-{key}.json"
     with contextlib.suppress(OSError, ValueError):  # not asked yet, or spoiled: ask again
         return frozenset(json.loads(kept.read_text(encoding="utf-8")))
-    text = _ask([*program.command, *program.help], HELP_TIMEOUT_S)
+    text = ask_help()
     found = parse_help(text)
     if len(found) < 10:
         said = " ".join(text.split())[-300:]
-        raise EnvironmentBroken(f"{program.engine} is broken: '{path} {' '.join(program.help)}' shows no flags: {said}")
+        raise EnvironmentBroken(f"{program.engine} is broken: '{asked}' shows no flags: {said}")
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(sorted(found)), encoding="utf-8")

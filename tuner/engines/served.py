@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -190,8 +190,11 @@ class ServedEngine(ABC):
         program = self.program(args)
         version = self.version(args)
         valid = installed.flags(program, version)
-        name = f"{program.engine} {version}"
         arguments = [argument for record in records for argument in record.argv[len(program.command) :]]
+        return self.unknown(args, arguments, valid, f"{program.engine} {version}")
+
+    def unknown(self, args: Mapping[str, Any], arguments: Sequence[str], valid: Iterable[str], name: str) -> list[str]:
+        """A sentence for each flag among arguments that is not valid, in the words of whom it belongs to."""
         found = installed.unknown_flags(arguments, valid, name)
         extra = {flag for argument in args.get("extra", ()) for flag in installed.flags_of([str(argument)])}
         return [f"extra: {s}" if s.partition(":")[0] in extra else s for s in found]

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -115,6 +117,28 @@ def image(runtime: str, name: str) -> Image:
             f"{runtime} has no image '{name}' ({answer.said}). Nothing was started; get it with: {runtime} pull {name}"
         )
     return Image(_pinned(name, found), frozenset(entry.partition("=")[0] for entry in _variables(found)))
+
+
+def said_by(runtime: str, arguments: Sequence[str], timeout_s: float) -> str:
+    """What a container says that is made for this alone, without a network, and removed again.
+
+    Args:
+        runtime: docker or podman.
+        arguments: of its `run`, from the image's options to the command in it.
+        timeout_s: when it is ended.
+
+    Raises:
+        EnvironmentBroken: it could not be started, or did not end in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="spec-tuner-") as folder:
+        cid = Path(folder) / "cid"
+        own = ("--rm", "--pull=never", "--network", "none", "--cidfile", str(cid))
+        answer = ask(runtime, "run", *own, *arguments, timeout_s=timeout_s)
+        if answer.status < 0 and cid.exists():
+            remove(runtime, cid.read_text().strip())
+    if answer.status in (-1, *_RUNTIME_STATUS):
+        raise EnvironmentBroken(answer.said)
+    return answer.out if answer.out.strip() else answer.error
 
 
 def _pinned(name: str, found: dict[str, Any]) -> str:

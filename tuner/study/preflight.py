@@ -54,7 +54,9 @@ def preflight(space: Space) -> Preflight:
     missing = _hardware(space, records) or _impossible(space, engine, placed)
     notes = [*engine.notes(space.args), *_left_out(space, engine, placed), *_allreduce(space, records, gpus)]
     if space.container is not None:
-        notes.append("the flags are not held against the engine in the image: nothing of it is here to be asked")
+        unknown, why_not = ([], "") if refused else _in_image(space, records)
+        refused += unknown
+        notes += [f"the flags are not held against the engine in the image: {why_not}"] if why_not else []
     elif not refused:
         try:
             refused += engine.refused(space.args, records)
@@ -134,6 +136,37 @@ def _drafts(space: Space, records: list[LaunchRecord]) -> list[str]:
             if why := (check(draft) if check else None) or misfit(space.model, draft, drafter):
                 found.append(f"{name}: {why}")
     return found
+
+
+def _in_image(space: Space, records: list[LaunchRecord]) -> tuple[list[str], str]:
+    """Flags that the engine in the space's image does not know; and why it could not be asked.
+
+    Its help is asked for in a container of its own, once for each image.
+    """
+    from tuner.engines import installed
+    from tuner.engines.base import get_engine
+    from tuner.engines.container import asking
+    from tuner.engines.served import ServedEngine
+    from tuner.launch import container
+
+    engine, section = get_engine(space.kind), space.container
+    if not isinstance(engine, ServedEngine) or section is None:
+        return [], "it is asked nothing"
+    program = engine.program(space.args)
+    command = [*program.command, *program.help]
+    try:
+        image = container.image(section.runtime, section.image).pinned
+        valid = installed.flags_shown(
+            program,
+            image,
+            f"{section.runtime} run {section.image} {' '.join(command)}",
+            lambda: container.said_by(section.runtime, asking(section, image, command), installed.HELP_TIMEOUT_S),
+        )
+    except EnvironmentBroken as error:
+        return [], str(error)
+    behind = [record.argv[record.argv.index(section.image) + 1 + len(program.command) :] for record in records]
+    arguments = [argument for each in behind for argument in each]
+    return engine.unknown(space.args, arguments, valid, f"the {program.engine} of {section.image}"), ""
 
 
 def _hardware(space: Space, records: list[LaunchRecord]) -> list[str]:

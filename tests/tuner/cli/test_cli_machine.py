@@ -295,3 +295,62 @@ def test_a_script_that_sets_an_environment_and_starts_the_engine_is_a_program(
     closed = tuner("run", "space.yaml")
     assert closed.returncode == 3
     assert 'must pass its arguments on (exec vllm "$@"), or engine.args.version must say which' in closed.stderr
+
+
+def docker(programs: Path, digest: str = "sha256:1") -> None:
+    """A docker with one image, in which a vLLM shows its help; what was run stands in `runs`."""
+    inspected = f'[{{"Id": "{digest}", "RepoDigests": ["vllm/vllm-openai@{digest}"], "Config": {{"Env": []}}}}]'
+    (programs / "inspected").write_text(inspected)
+    write(
+        programs / "docker",
+        f"""#!/bin/sh
+case "$1 $2" in
+  "version "*) echo 27.1;;
+  "image inspect") [ "$3" = vllm/vllm-openai:v0.32.0 ] && cat {programs}/inspected || exit 1;;
+  "run "*) echo "$@" >> {programs}/runs; cat {programs}/vllm.help;;
+  *) exit 1;;
+esac
+""",
+    )
+
+
+def test_flags_are_held_against_the_engine_in_an_image_and_it_is_asked_once_for_each_digest(
+    tuner: Tuner, programs: Path, tmp_path: Path
+) -> None:
+    nvidia_smi(programs, PIX, gpus=2)
+    engine(programs, "vllm", "0.32.0").unlink()
+    docker(programs)
+    section = ", container: {image: 'vllm/vllm-openai:v0.32.0', gpus: all, run_args: [--entrypoint, '']}"
+    single_gpu(tmp_path, section)
+    for _ in range(2):
+        checked = tuner("check", "space.yaml")
+        assert checked.returncode == 0, checked.stderr
+        assert "not held against" not in checked.stdout
+    (run,) = (programs / "runs").read_text().splitlines()
+    assert run.startswith("run --rm --pull=never --network none --cidfile /")
+    assert run.endswith("--gpus all --entrypoint  vllm/vllm-openai@sha256:1 vllm serve --help=all")
+    shown = (programs / "vllm.help").read_text()
+    (programs / "vllm.help").write_text(shown.replace("--max-num-seqs", "--max-num-seqs-of-a-group"))
+    docker(programs, "sha256:2")
+    refused = tuner("check", "space.yaml")
+    assert refused.returncode == 2
+    assert (
+        "--max-num-seqs: the vllm of vllm/vllm-openai:v0.32.0 does not know it; did you mean "
+        "'--max-num-seqs-of-a-group'?" in refused.stderr
+    )
+    (programs / "vllm.help").write_text("vllm: error: unrecognized arguments: vllm serve")
+    docker(programs, "sha256:3")
+    unasked = tuner("check", "space.yaml")
+    assert unasked.returncode == 0
+    assert "the flags are not held against the engine in the image: vllm is broken: 'docker run" in unasked.stdout
+    assert "unrecognized arguments: vllm serve" in unasked.stdout
+
+
+def test_an_image_that_is_not_here_leaves_its_flags_unasked(tuner: Tuner, programs: Path, tmp_path: Path) -> None:
+    nvidia_smi(programs, PIX, gpus=2)
+    docker(programs)
+    single_gpu(tmp_path, ", container: {image: 'vllm/vllm-openai:v0.1'}")
+    checked, ran = tuner("check", "space.yaml"), tuner("run", "space.yaml")
+    assert (checked.returncode, ran.returncode) == (3, 3)
+    assert "docker has no image 'vllm/vllm-openai:v0.1'" in checked.stderr + ran.stderr
+    assert not (programs / "runs").exists()
