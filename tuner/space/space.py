@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, Self
@@ -109,6 +109,19 @@ class Parameter:
         count = round((high - low) / self.step) + 1
         return tuple(low + i * self.step for i in range(count)) if count <= MAX_DOMAIN else None
 
+    def first_of(self, wanted: Iterable[Setting | None]) -> Setting:
+        """The first of these that it can take; else its choice "unset", or its first or lowest value."""
+        for value in (*wanted, "unset"):
+            if value is not None and self._can_be(value):
+                return value
+        return self.choices[0] if self.choices else self.ends[0]
+
+    def _can_be(self, value: Setting) -> bool:
+        if self.domain is not None:
+            return value in self.domain
+        low, high = self.ends
+        return isinstance(value, (int, float)) and low <= value <= high
+
     def suggest(self, trial: Suggests) -> Setting:
         """The value that the trial's sampler picks."""
         if self.choices is not None:
@@ -189,6 +202,20 @@ class Space:
             if parameter.when is None or self._holds(parameter.when, values):
                 values[parameter.name] = parameter.suggest(trial)
         return Candidate(self._canonical(values))
+
+    def near_baseline(self, forced: Mapping[str, Setting]) -> Listed | None:
+        """The candidate with these values that is else as the baseline; None where one of them cannot be had so.
+
+        What the baseline does not say is an unset variable, or the first of its values.
+        """
+        values: dict[str, Setting] = {}
+        for parameter in self.parameters:
+            if parameter.when is None or self._holds(parameter.when, values):
+                wanted = [forced.get(parameter.name), self.baseline.settings.get(parameter.name)]
+                values[parameter.name] = parameter.first_of(wanted)
+        if any(values.get(name) != value for name, value in forced.items()):
+            return None
+        return Listed(Candidate(self._canonical(values)), values)
 
     def forbidden(self, candidate: Candidate) -> str | None:
         """Why a rule rules the candidate out; None when none does."""

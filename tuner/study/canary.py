@@ -7,7 +7,7 @@ fails, no candidate with that value is launched, unless another worker has seen 
 begun.
 
 Every path and every word of a setting of NCCL has a canary; of more than `MOST_NUMBERS` numbers only the least and the
-greatest have one. Spaces that cannot be listed have none.
+greatest have one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tuner.engines.base import UNSET
 from tuner.engines.nccl import PATH, searched
 from tuner.records import Candidate, Setting
 from tuner.space import Listed, Parameter, Space
-from tuner.study.data import Slot, StoredTrial, StudyData
+from tuner.study.data import StoredTrial, StudyData
 
 MOST_NUMBERS = 4
 """So many numbers of one setting are each proven; of more, the two ends, since what lies between seldom fails alone."""
@@ -59,6 +59,13 @@ def baseline_value(space: Space, name: str) -> Setting | None:
     return found
 
 
+def nearest_ones(space: Space) -> dict[str, Listed]:
+    """Candidates near the baseline with each value to prove, by id: for a space that cannot be listed."""
+    paths: list[dict[str, Setting]] = [{}, *({PATH: value} for name, value in to_prove(space) if name == PATH)]
+    found = [space.near_baseline({**path, name: value}) for name, value in to_prove(space) for path in paths]
+    return {each.candidate.id: each for each in found if each is not None and not space.forbidden(each.candidate)}
+
+
 @dataclass(frozen=True)
 class Proofs:
     """What the trials say of the values to prove: which work, which were refuted (why), which are being tried."""
@@ -69,13 +76,18 @@ class Proofs:
     wanted: tuple[Value, ...]
 
 
+NOTHING = Proofs(frozenset(), {}, frozenset(), ())
+"""Nothing has been tried."""
+
+
 def proofs(data: StudyData) -> Proofs:
     """What is known of each value.
 
     A canary that failed refutes its value. Where it had two values of which nothing was known, it refutes neither, and
     each has another canary: a value that fails twice in such company is refuted as well.
     """
-    proven = to_prove(data.space)
+    if not (proven := to_prove(data.space)):
+        return NOTHING
     values = {c: _among(data, candidate, proven) for c, candidate in data.candidates.items()}
     works = {v for t in data.trials if t.constraints.get("launch", 1.0) <= 0 for v in values[t.candidate_id]}
     running = {v for t in data.trials if t.running for v in values[t.candidate_id]} - works
@@ -102,9 +114,8 @@ def proofs(data: StudyData) -> Proofs:
     return Proofs(frozenset(works), refuted, frozenset(running), tuple(wanted))
 
 
-def next_canary(data: StudyData, universe: Mapping[str, Listed]) -> Listed | None:
+def next_canary(data: StudyData, universe: Mapping[str, Listed], found: Proofs) -> Listed | None:
     """The canary of the first value that needs one and has a candidate left; None where none has."""
-    found = proofs(data)
     proven = to_prove(data.space)
     tried = {trial.candidate_id for trial in data.trials}
     for wanted in found.wanted:
@@ -124,14 +135,14 @@ def next_canary(data: StudyData, universe: Mapping[str, Listed]) -> Listed | Non
     return None
 
 
-def ruled_out(data: StudyData, candidate: Candidate, values: Mapping[Value, str]) -> str | None:
+def ruled_out(space: Space, candidate: Candidate, values: Mapping[Value, str]) -> str | None:
     """Why a candidate is not launched, where one of its values is among the refuted."""
-    return next((why for (name, value), why in values.items() if _value(data.space, candidate, name) == value), None)
+    return next((why for (name, value), why in values.items() if _value(space, candidate, name) == value), None)
 
 
-def in_proof(data: StudyData, candidate: Candidate, values: frozenset[Value]) -> bool:
+def in_proof(space: Space, candidate: Candidate, values: frozenset[Value]) -> bool:
     """Whether one of a candidate's values is being tried by itself, so that it has to wait."""
-    return any(_value(data.space, candidate, name) == value for name, value in values)
+    return any(_value(space, candidate, name) == value for name, value in values)
 
 
 def _among(data: StudyData, candidate: Candidate, proven: list[Value]) -> list[Value]:
@@ -142,7 +153,7 @@ def _fault(data: StudyData, trial: StoredTrial) -> str:
     """The candidate's own failure that ended a trial; "" where it was the machine's, or none."""
     if trial.kind == "known_crash":
         return trial.why
-    launches = data.launched_for.get(Slot(trial.candidate_id, "screen", 0), ())
+    launches = data.launched_for.get(trial.slot, ())
     failures = [launch.failure for launch in launches if launch.failure is not None and not launch.forgiven]
     return failures[-1].kind if failures and failures[-1].blame == "candidate" else ""
 

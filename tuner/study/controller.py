@@ -18,7 +18,7 @@ from tuner.launch.kinds import failure as kind_failure
 from tuner.plain import plain
 from tuner.records import SHOWN, Block, Candidate, Failure, Gate, LaunchRecord
 from tuner.space import Listed
-from tuner.study.canary import in_proof, next_canary, proofs, ruled_out
+from tuner.study.canary import NOTHING, Proofs, in_proof, nearest_ones, next_canary, proofs, ruled_out
 from tuner.study.crashes import CrashesSeen, CrashMemory, crashes_seen, most_crashes
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData, StudyState
 from tuner.study.database import finite, storage_problem
@@ -161,6 +161,7 @@ class Controller:
         self._names: dict[str, str] = {}
         self._up: _Up | None = None
         self._asked_of: tuple[int, int] | None = None
+        self._known: tuple[StudyData | None, Proofs] = (None, NOTHING)
 
     @cached_property
     def journal(self) -> Journal:
@@ -340,7 +341,11 @@ class Controller:
     def _proposer(self) -> Proposer:
         data = self.store.data()
         space = data.space
-        return Proposer(space, data.seed, self._universe, lambda one: illegal(space, self.engine, one) is None)
+
+        def legal(one: Candidate) -> bool:
+            return illegal(space, self.engine, one) is None and ruled_out(space, one, self._known[1].refuted) is None
+
+        return Proposer(space, data.seed, self._universe, legal)
 
     def _exhausted(self, data: StudyData, within: int | None = None) -> bool:
         """Whether every candidate has been tried, or every one in the reach of a launch, or may not be any more."""
@@ -377,15 +382,24 @@ class Controller:
 
     def _hopeless(self, data: StudyData) -> frozenset[str]:
         """The candidates with a value whose canary failed."""
-        if self._universe is None or not (values := proofs(data).refuted):
+        if self._universe is None or not (values := self._proofs(data).refuted):
             return frozenset()
-        return frozenset(i for i, each in self._universe.items() if ruled_out(data, each.candidate, values))
+        return frozenset(i for i, each in self._universe.items() if ruled_out(data.space, each.candidate, values))
 
-    def _in_proof(self, data: StudyData) -> frozenset[str]:
-        """The candidates with a value whose canary runs elsewhere."""
-        if self._universe is None or not (values := proofs(data).running):
-            return frozenset()
-        return frozenset(i for i, each in self._universe.items() if in_proof(data, each.candidate, values))
+    def _proofs(self, data: StudyData) -> Proofs:
+        """What canaries have shown, found out once for each state of the study."""
+        if self._known[0] is not data:
+            self._known = (data, proofs(data))
+        return self._known[1]
+
+    @cached_property
+    def _canaries(self) -> Mapping[str, Listed]:
+        """Where canaries come from: all candidates, or those near the baseline where they cannot be listed."""
+        if self._universe is not None:
+            return self._universe
+        space = self.store.data().space
+        near = nearest_ones(space)
+        return {i: each for i, each in near.items() if not illegal(space, self.engine, each.candidate)}
 
     def _exhausted_here(self, data: StudyData) -> bool:
         launch = group(data, self.place) if self._hot else None
@@ -412,12 +426,16 @@ class Controller:
         tried = {trial.candidate_id: trial for trial in reversed(data.trials)}  # each with its first trial
         equal = {self._effects.of(data.candidates[c]): trial for c, trial in tried.items() if _was_measured(trial)}
         seen = self._crashes_seen(data)
-        waiting = self._in_proof(data)
-        if waiting and not self._universe_left(data, tried, waiting):
-            return False
+        proven = self._proofs(data)
+        waiting: frozenset[str] = frozenset()
+        if proven.running and self._universe is not None:
+            listed = self._universe.items()
+            waiting = frozenset(i for i, each in listed if in_proof(data.space, each.candidate, proven.running))
+            if not self._universe.keys() - tried.keys() - waiting - self._hopeless(data):
+                return False
         proposal, drawn = self._propose(data, step, tried, seen, waiting)
         candidate = proposal.candidate
-        if candidate.id in waiting:
+        if in_proof(data.space, candidate, proven.running):
             return False
         self.store.put_candidate(candidate)
         same = equal.get(self._effects.of(candidate))
@@ -437,7 +455,7 @@ class Controller:
         elif self.crashes is not None and (known_crash := self.crashes.known(data, candidate)):
             self.store.trials.record("known_crash", candidate.id, proposal, FAILED, known_crash)
             self._say("known_crash", f"trial {number}: {described(candidate)} is not launched: {known_crash}")
-        elif self._universe is not None and (no_path := ruled_out(data, candidate, proofs(data).refuted)):
+        elif no_path := ruled_out(data.space, candidate, proven.refuted):
             self.store.trials.record("known_crash", candidate.id, proposal, FAILED, no_path)
             self._say("known_crash", f"trial {number}: {described(candidate)} is not launched: {no_path}")
         elif not drawn and (region := seen.region(candidate.settings)):
@@ -450,11 +468,6 @@ class Controller:
             self.store.trials.begin("measured", candidate.id, proposal, self.place)
             self._say("trial", f"trial {number}: {described(candidate)}", trial=number, candidate=candidate.id)
         return True
-
-    def _universe_left(self, data: StudyData, tried: Collection[str], waiting: frozenset[str]) -> bool:
-        """Whether a candidate is left that need not wait for a canary."""
-        universe = self._universe or {}
-        return any(i not in tried and i not in waiting for i in universe.keys() - self._hopeless(data))
 
     def _propose(
         self,
@@ -472,7 +485,7 @@ class Controller:
         if (first := self._first_of_stale(data, tried)) is not None:
             return first, False
         space, fixed = data.space, None
-        if step.within is None and self._universe is not None and (canary := next_canary(data, self._universe)):
+        if step.within is None and (canary := next_canary(data, self._canaries, self._proofs(data))):
             return proposal_of(space, canary), False
         if step.within is not None:
             launched = data.candidates[data.launch[step.within].slot.candidate_id]

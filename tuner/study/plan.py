@@ -197,7 +197,7 @@ class _Candidates:
         groups = set()
         legal = 0
         proven = to_prove(space)
-        found = set()
+        found: set[tuple[str, Any]] = set()
         for each in combinations:
             candidate = each.candidate
             if rule := space.forbidden(candidate):

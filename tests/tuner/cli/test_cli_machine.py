@@ -330,13 +330,13 @@ def test_flags_are_held_against_the_engine_in_an_image_and_it_is_asked_once_for_
     assert run.startswith("run --rm --pull=never --network none --cidfile /")
     assert run.endswith("--gpus all --entrypoint  vllm/vllm-openai@sha256:1 vllm serve --help=all")
     shown = (programs / "vllm.help").read_text()
-    (programs / "vllm.help").write_text(shown.replace("--max-num-seqs", "--max-num-seqs-of-a-group"))
+    (programs / "vllm.help").write_text(shown.replace("--max-num-seqs", "--max-num-seqz"))
     docker(programs, "sha256:2")
     refused = tuner("check", "space.yaml")
     assert refused.returncode == 2
     assert (
         "--max-num-seqs: the vllm of vllm/vllm-openai:v0.32.0 does not know it; did you mean "
-        "'--max-num-seqs-of-a-group'?" in refused.stderr
+        "'--max-num-seqz'?" in refused.stderr
     )
     (programs / "vllm.help").write_text("vllm: error: unrecognized arguments: vllm serve")
     docker(programs, "sha256:3")

@@ -166,17 +166,37 @@ def stored(number: int, candidate: Any, kind: Any, launch: float = 1.0, *, runni
 def test_a_canary_that_never_was_launched_makes_room_for_the_next_nearest(tmp_path: Any) -> None:
     data = study(tmp_path, space(SPACE)).data()
     universe = data.space.listed() or {}
-    first = next_canary(data, universe)
+    first = next_canary(data, universe, proofs(data))
     assert first is not None
     assert first.candidate.settings == {"allreduce": "custom", "speculation": "none"}
     known = {**data.candidates, first.candidate.id: first.candidate}
     for kind in ("illegal", "out_of_launches"):
-        second = next_canary(replace(data, candidates=known, trials=[stored(0, first.candidate, kind)]), universe)
+        after = replace(data, candidates=known, trials=[stored(0, first.candidate, kind)])
+        second = next_canary(after, universe, proofs(after))
         assert second is not None
         assert second.candidate.settings["allreduce"] == "custom"
         assert second.candidate.id != first.candidate.id
     elsewhere = replace(data, candidates=known, trials=[stored(0, first.candidate, "measured", running=True)])
-    other = next_canary(elsewhere, universe)
+    other = next_canary(elsewhere, universe, proofs(elsewhere))
     assert other is not None
     assert other.candidate.settings["allreduce"] == "nvls", "one worker proves one path, and the next another"
-    assert in_proof(elsewhere, first.candidate, proofs(elsewhere).running)
+    assert in_proof(data.space, first.candidate, proofs(elsewhere).running)
+
+
+@pytest.mark.parametrize("sampler", ["model", "tpe"])
+def test_a_space_that_cannot_be_listed_has_canaries_near_the_baseline(tmp_path: Any, sampler: str) -> None:
+    text = NCCL.replace("budget:", "  memory_fraction: {low: 0.7, high: 0.9}\nbudget:")
+    text = text.replace("allreduce: nccl}", "allreduce: nccl, memory_fraction: 0.8}")
+    assert space(text).listed() is None
+    data = nccl_study(tmp_path, {"env.NCCL_PROTO": ["Simple"], "allreduce": ["custom"]}, text, sampler)
+    settings = tried(data)
+    apart = [{n: v for n, v in one.items() if v not in ("unset", "nccl", "none")} for one in settings[:5]]
+    assert apart == [
+        {"allreduce": "custom", "memory_fraction": 0.8},
+        {"env.NCCL_PROTO": "LL", "memory_fraction": 0.8},
+        {"env.NCCL_PROTO": "Simple", "memory_fraction": 0.8},
+        {"env.NCCL_MAX_CTAS": 1, "memory_fraction": 0.8},
+        {"env.NCCL_MAX_CTAS": 16, "memory_fraction": 0.8},
+    ]
+    assert all(one["allreduce"] == "nccl" and one["env.NCCL_PROTO"] != "Simple" for one in settings[5:])
+    assert len(settings) > 8
