@@ -143,7 +143,9 @@ def _gpus(problems: list[str]) -> dict[str, Any]:
     ]
     return {
         "list": [asdict(one) for one in gpus],
+        "capabilities": gpu.capabilities() if gpus else {},
         "topology": gpu.topology() if gpus else [],
+        "peers": gpu.peers() if len(gpus) > 1 else [],
         "processes": [asdict(one) for one in gpu.processes()] if gpus else [],
     }
 
@@ -201,9 +203,13 @@ def _print(facts: dict[str, Any]) -> None:
     gpus = facts["gpus"]
     for one in gpus["list"]:
         used = f"{one['used_mib']} of {one['memory_mib']} MiB in use"
-        row(f"GPU {one['index']}", f"{one['name']}, {used}, driver {one['driver']}")
+        known = gpus["capabilities"].get(one["index"])
+        kind = f", compute capability {known}" if known else ""
+        row(f"GPU {one['index']}", f"{one['name']}{kind}, {used}, driver {one['driver']}")
     for line in gpus["topology"] if len(gpus["list"]) > 1 else ():
         row("", line.expandtabs(8))
+    if any(word not in ("X", "OK") for line in gpus["peers"] for word in line.split()[1:]):
+        row("", "not every GPU reads the others' memory (nvidia-smi topo -p2p r)")
     for process in gpus["processes"]:
         row("on a GPU", f"process {process['pid']}, {process['used_mib']} MiB")
     if not gpus["list"]:

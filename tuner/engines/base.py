@@ -212,8 +212,8 @@ def version_of(engine: Engine, args: Mapping[str, Any], *, contained: bool = Fal
     return str(args.get("version", "unknown")) if contained else engine.version(args)
 
 
-def get_engine(kind: str, fabric: Fabric | None = None) -> Engine:
-    """The engine of this kind, for the GPUs that are told.
+def get_engine(kind: str) -> Engine:
+    """The engine of this kind.
 
     Raises:
         UsageError: for an unknown kind, with the nearest one.
@@ -224,6 +224,11 @@ def get_engine(kind: str, fabric: Fabric | None = None) -> Engine:
         raise UsageError(f"'{kind}' is not a kind of engine{meant} Valid: {', '.join(engine_kinds())}")
     module, _, name = _ENGINES[kind].partition(":")
     engine: Engine = getattr(importlib.import_module(module), name)()
+    return engine
+
+
+def on_gpus(engine: Engine, fabric: Fabric | None) -> Engine:
+    """The engine, told of the GPUs that it is to run on."""
     if isinstance(engine, Placed):
         engine.fabric = fabric
     return engine

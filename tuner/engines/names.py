@@ -27,10 +27,12 @@ def meant(kind: str, name: str) -> str | None:
     """
     from tuner.engines.base import engine_kinds, get_engine
 
+    if kind not in engine_kinds():
+        return None
     word = _word(name)
     # Its own engine's word first.
     having = sorted((each for each, flags in _flags().items() if word in flags), key=lambda each: each != kind)
-    if kind not in engine_kinds() or not having:
+    if not having:
         return None
     whose = having[0]
     setting, said = _flags()[whose][word]

@@ -69,7 +69,8 @@ def topology() -> list[str]:
 
 def peers() -> list[str]:
     """Which GPU reads the memory of which, one line per GPU, as `nvidia-smi topo -p2p r` draws it."""
-    return [line.strip() for line in _plain(ask("topo", "-p2p", "r") or "") if re.match(r"\s*GPU\d+\s", line)]
+    rows = (line.strip() for line in _plain(ask("topo", "-p2p", "r") or ""))
+    return [row for row in rows if re.match(r"GPU\d+\s", row) and "X" in row.split()]
 
 
 def capabilities() -> dict[int, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuner.engines.allreduce import Fabric, doubt
-from tuner.engines.base import Engine, Placed
+from tuner.engines.base import Engine, Placed, on_gpus
 from tuner.engines.nccl import same_levels
 from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import Candidate, LaunchRecord
@@ -34,7 +34,7 @@ def preflight(space: Space) -> Preflight:
     from tuner.engines.base import Installed, get_engine
 
     gpus = fabric_here(space)
-    engine, placed = get_engine(space.kind), get_engine(space.kind, gpus)
+    engine, placed = get_engine(space.kind), on_gpus(get_engine(space.kind), gpus)
     if not isinstance(engine, Installed):
         if not isinstance(placed, Placed) or not _may_use_gpus(space):
             return Preflight()
@@ -94,7 +94,7 @@ def nothing_left(space: Space) -> list[str]:
     """Why every candidate is ruled out, the commonest reasons first; nothing where one is left or none is listed."""
     from tuner.engines.base import get_engine
 
-    engine = get_engine(space.kind, fabric_here(space))
+    engine = on_gpus(get_engine(space.kind), fabric_here(space))
     reasons: Counter[str] = Counter()
     for listed in (space.listed() or {}).values():
         why = "it is the baseline" if listed.candidate == space.baseline else illegal(space, engine, listed.candidate)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.engines.base import UNSET
+from tuner.engines.base import UNSET, on_gpus
 from tuner.errors import EnvironmentBroken, UsageError
 from tuner.launch.clock import steady
 from tuner.records import short_hash
@@ -110,7 +110,7 @@ def outlook(space: Space) -> Plan:
     timing = timing_of(earlier, space, windows.estimate_s(), windows.warmup_s)
     if virtual(space):
         timing = Timing(LAUNCH_S, BLOCK_S, "of the simulation's virtual clock", WARMUP_S)
-    engine = get_engine(space.kind, fabric_here(space))
+    engine = on_gpus(get_engine(space.kind), fabric_here(space))
     try:
         now: dict[str, Any] = current_fingerprint(space)
     except (UsageError, EnvironmentBroken):
@@ -428,7 +428,7 @@ def run_study(
         waits = store.clock
         return Controller(
             store,
-            engine or get_engine(space.kind, fabric_here(space, place.devices)),
+            engine or on_gpus(get_engine(space.kind), fabric_here(space, place.devices)),
             world or Machine(space, devices=place.devices, siblings=lease.sibling_pids, study={"study": before.uid}),
             policy=policy_of(before),
             folder=folder or study_folder(store.name),

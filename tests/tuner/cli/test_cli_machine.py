@@ -195,6 +195,8 @@ def test_a_gpu_that_is_in_use_is_found_before_a_launch(tuner: Tuner, programs: P
     assert "cannot run here: GPU 0: already in use" in checked.stdout
     found = tuner("doctor")
     assert found.returncode == 3
+    assert "NVIDIA GPU, compute capability 12.0, 512 of 97887 MiB" in found.stdout
+    assert "not every GPU reads" not in found.stdout
     assert "a GPU is in use: process 4711 holds 69000 MiB" in found.stdout.replace("\n", " ")
     assert not (programs / "launched").exists()
     assert not (tmp_path / "studies").exists()
@@ -208,7 +210,8 @@ def test_a_context_beside_is_no_use_and_a_gpu_held_from_outside_a_container_is(
     checked = tuner("check", single_gpu(tmp_path))
     assert checked.returncode == 0, checked.stderr
     assert "cannot run here" not in checked.stdout
-    nvidia_smi(programs, PIX, gpus=2)
+    nvidia_smi(programs, PIX, gpus=2, peers="CNS")
+    assert "not every GPU reads the others' memory" in tuner("doctor").stdout
     (programs / "gpus").write_text("0, NVIDIA GPU, 97887, 60000, 580.65\n1, NVIDIA GPU, 97887, 10, 580.65\n")
     assert "60000 of 97887 MiB of GPU 0 are held, unseen" in tuner("check", "space.yaml").stdout
     assert "cannot run here" not in tuner("check", single_gpu(tmp_path, ", devices: [1]")).stdout

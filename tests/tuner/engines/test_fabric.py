@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tuner.engines.allreduce import FACTS, Fabric, doubt, fabric
-from tuner.engines.base import get_engine
+from tuner.engines.base import get_engine, on_gpus
 from tuner.engines.nccl import impossible, same_levels
 from tuner.launch.gpu import parse_capabilities, parse_topology
 
@@ -95,7 +95,7 @@ def left_out(kind: str, text: str, tp: int, **given: Any) -> set[str]:
     found = set()
     for path in get_engine(kind).settings["allreduce"].choices:
         asked = {**args[kind], "tp": tp}, {"speculation": "none", "allreduce": path}
-        if not get_engine(kind).problems(*asked) and get_engine(kind, machine(text, **given)).problems(*asked):
+        if not get_engine(kind).problems(*asked) and on_gpus(get_engine(kind), machine(text, **given)).problems(*asked):
             found.add(str(path))
     return found
 
@@ -131,7 +131,7 @@ def test_the_one_fast_path_of_pcie_is_never_left_out_by_topology() -> None:
 
 
 def test_a_reason_names_what_is_missing() -> None:
-    engine = get_engine("sglang", machine(ROOT))
+    engine = on_gpus(get_engine("sglang"), machine(ROOT))
     args = {"attention_backend": "flashinfer", "page_size": 1, "version": "0.5.23", "tp": 8}
     (said,) = engine.problems(args, {"speculation": "none", "allreduce": "custom"})
     assert said.startswith("allreduce: custom serves more than two GPUs only where NVLink joins every two")
