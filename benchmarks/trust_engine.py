@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -22,9 +21,11 @@ SERVE = [
 ]  # fmt: skip
 ROOT = Path(__file__).parents[1]
 SLOWED = 0.1
+CALIBRATION = ["--launches", "16", "--windows", "1", "--gain", str(SLOWED)]
+"""Sixteen launches, since the pairs asked for come from an upper bound of the noise, which few launches leave wide."""
 
 
-def space(name: str, level: int, baseline: float, candidate: float) -> dict[str, Any]:
+def space(name: str, level: int, baseline: float, candidate: float, launches: int) -> dict[str, Any]:
     """A study of one candidate, which differs from the baseline by its label, and by the share it stands still."""
     return {
         "name": name,
@@ -37,20 +38,27 @@ def space(name: str, level: int, baseline: float, candidate: float) -> dict[str,
         "baseline": {"share": baseline, "label": "a"},
         "parameters": {"share": {"choices": [candidate]}, "label": {"choices": ["b"]}},
         "objective": {"maximize": "speedup", "guard": {"min_speedup": 0.5}},
-        "budget": {"launches": 12, "candidates": 2},
+        "budget": {"launches": launches, "candidates": 2},
         "profile": "short",
     }
 
 
-def study(folder: Path, name: str, level: int, baseline: float, candidate: float) -> dict[str, Any]:
+def study(
+    folder: Path, name: str, level: int, baseline: float, candidate: float, launches: int, calibrated: bool
+) -> dict[str, Any]:
     """Runs one, or goes on with it; its decision."""
     done = folder / f"{name}.json"
     if done.exists():
         return json.loads(done.read_text())
     file = folder / f"{name}.yaml"
-    file.write_text(json.dumps(space(name, level, baseline, candidate)))
+    file.write_text(json.dumps(space(name, level, baseline, candidate, launches)))
     tuner = [sys.executable, "-m", "tuner"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    once = folder / "calibrated.json"  # of the slowed baseline: all these studies have the same
+    if calibrated and not once.exists():
+        asked = ["calibrate", "--space", str(file), *CALIBRATION, "--json"]
+        told = subprocess.run([*tuner, *asked], cwd=folder, env=env, check=True, stdout=subprocess.PIPE, text=True)
+        once.write_text(told.stdout)
     ended = subprocess.run([*tuner, "run", str(file), "--quiet"], cwd=folder, env=env, check=False)
     told = subprocess.run(
         [*tuner, "recommend", name, "--json"], cwd=folder, env=env, check=False, capture_output=True, text=True
@@ -66,20 +74,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--alike", type=int, default=10, help="A/A studies")
-    parser.add_argument("--slowed", type=int, default=4, help="studies with a slow-down, half of them of the baseline")
+    parser.add_argument("--alike", type=int, default=10, help="A/A studies, of 12 launches")
+    parser.add_argument("--slower-baseline", type=int, default=4, help="studies with a slowed baseline, of 80 launches")
+    parser.add_argument("--slower-candidate", type=int, default=2, help="with a slowed candidate, of 12")
     parser.add_argument("--level", type=int, default=8, help="concurrency")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    alike = [study(given.folder, f"alike-{i}", given.level, 0.0, 0.0) for i in range(given.alike)]
-    slowed = [
-        study(given.folder, f"slowed-{i}", given.level, *((0.0, SLOWED) if i % 2 else (SLOWED, 0.0)))
-        for i in range(given.slowed)
-    ]
-    print(json.dumps({"alike": alike, "slowed": slowed}, indent=1)[:2000])
-    given.output.write_text(
-        json.dumps({"expected_log_ratio": math.log(1 - SLOWED), "alike": alike, "slowed": slowed}, indent=1) + "\n"
-    )
+    found = {
+        kind: [study(given.folder, f"{kind}-{i}", given.level, *shares, launches, calibrated) for i in range(count)]
+        for kind, count, shares, launches, calibrated in (
+            ("alike", given.alike, (0.0, 0.0), 12, False),
+            ("slower-candidate", given.slower_candidate, (0.0, SLOWED), 12, False),
+            ("slower-baseline", given.slower_baseline, (SLOWED, 0.0), 80, True),
+        )
+    }
+    winners = {kind: sum(bool(each["overall"]["winner"]) for each in studies) for kind, studies in found.items()}
+    calibration = given.folder / "calibrated.json"
+    document = {
+        "expected_gain_over_a_slowed_baseline": 1 / (1 - SLOWED) - 1,
+        "calibrated_by": ["tuner", "calibrate", *CALIBRATION],
+        "calibration": json.loads(calibration.read_text()) if calibration.exists() else None,
+        "studies": {kind: len(studies) for kind, studies in found.items()},
+        "named_a_winner": winners,
+        **found,
+    }
+    given.output.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps({"studies": document["studies"], "named_a_winner": winners}))
 
 
 if __name__ == "__main__":

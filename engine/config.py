@@ -55,6 +55,7 @@ ALLREDUCE = (
     "flashinfer_pcie_ipc",
     "mscclpp",
 )
+"""Each but "auto" is a file of `engine/collectives/`, in the order in which "auto" prefers them."""
 
 
 @dataclass(frozen=True)

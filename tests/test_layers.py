@@ -67,7 +67,7 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         "ipc": set(),
         "request": {"ipc"},
         "ops": {"cache", "errors"},
-        "collectives": {"errors", "ops"},
+        "collectives": {"config", "errors", "ops"},
         "graphs": {"errors"},
         "device": {"graphs", "ops"},
         "cuda": {"device", "errors", "graphs", "ops"},

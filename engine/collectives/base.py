@@ -14,20 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.config import ALLREDUCE
 from engine.errors import CollectiveError, CollectiveTimeout, InvalidConfig, RankLost, RanksDisagree
 from engine.ops.base import Hook
 
-MODULES = (
-    "shm",
-    "gloo",
-    "nccl",
-    "custom",
-    "symm_mem",
-    "nccl_symm",
-    "flashinfer_fusion",
-    "flashinfer_pcie_ipc",
-    "mscclpp",
-)
+MODULES = tuple(name for name in ALLREDUCE if name != "auto")
 """Files of this folder, each with a `BACKEND`, in the order in which "auto" prefers them."""
 
 DTYPES = (torch.float32, torch.bfloat16)

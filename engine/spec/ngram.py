@@ -26,26 +26,29 @@ class History:
     """Tokens of one request, and for every n-gram that has a continuation where its latest one begins."""
 
     def __init__(self, sizes: range, tokens: Sequence[int]) -> None:
-        self.tokens: list[int] = []
-        self.after: dict[tuple[int, ...], int] = {}
+        self._text = list(tokens)
+        self._after: dict[tuple[int, ...], int] = {}
         self._sizes = sizes
-        self.extend(tokens)
+        self._indexed = 0  # tokens before this one continue n-grams in the index
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append. An n-gram enters the index only when the token after it is known."""
-        text, after = self.tokens, self.after
-        for token in tokens:
-            end = len(text)
+        """Append. The index waits for the next draft: where nobody drafts, nobody pays for it."""
+        self._text.extend(tokens)
+
+    def _index(self) -> None:
+        text, after = self._text, self._after
+        for end in range(self._indexed, len(text)):
             for n in self._sizes:
                 if n <= end:
                     after[tuple(text[end - n : end])] = end
-            text.append(token)
+        self._indexed = len(text)
 
     def draft(self, count: int) -> list[int]:
         """Up to `count` tokens that followed the latest match of the longest suffix."""
-        text = self.tokens
+        self._index()
+        text = self._text
         for n in self._sizes:
-            begin = self.after.get(tuple(text[-n:])) if n <= len(text) else None
+            begin = self._after.get(tuple(text[-n:])) if n <= len(text) else None
             if begin is not None:
                 draft = text[begin : begin + count]
                 # A match that overlaps the end is a loop: it goes on as it went.

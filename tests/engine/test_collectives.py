@@ -10,17 +10,22 @@ import numpy as np
 import pytest
 import torch
 
+from engine import collectives
 from engine.collectives.base import MODULES, Group, Place, backend, choose
 from engine.config import ALLREDUCE
 from engine.errors import CollectiveError, CollectiveTimeout, InvalidConfig, RankLost, RanksDisagree
 from tests.engine.threads_as_ranks import on_ranks
+from tuner.engines.base import get_engine
 
 HERE = [name for name in MODULES if backend(name).unavailable(Place(2)) is None]
 each = pytest.mark.parametrize("name", HERE)
 
 
 def test_every_file_has_a_setting_and_every_setting_a_file() -> None:
-    assert set(ALLREDUCE) == {"auto", *MODULES}
+    files = {file.stem for file in Path(collectives.__file__).parent.glob("*.py")} - {"__init__", "base"}
+    assert set(MODULES) == files
+    offered = get_engine("bundled").settings["allreduce"].choices
+    assert tuple(offered) == ALLREDUCE, "what the tuner offers is what the engine has"
     for name in MODULES:
         assert backend(name).name == name
 

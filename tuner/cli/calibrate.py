@@ -27,6 +27,7 @@ def command(
 ) -> None:
     """Measure the baseline against itself: the noise of this machine. New studies take their pairs from it."""
     from tuner.engines.base import get_engine
+    from tuner.judge.calibration import MAX_PAIRS
     from tuner.judge.intervals import MIN_PAIRS
     from tuner.study.calibrate import FOLDER, keep, measure_noise
     from tuner.study.interrupt import Interrupts
@@ -68,8 +69,9 @@ def command(
     say(f"  a pair of launches: {100 * found.pair_sd:.2f} %, at most {100 * found.pair_sd_high:.2f} % (80 % bound)")
     if found.pairs is None:
         say(
-            f"Even 16 pairs would show only gains from {100 * found.detectable:.1f} %, not {100 * gain:g} %: quiet the "
-            "machine, lengthen the windows, or settle for larger gains (--gain)."
+            f"Even {MAX_PAIRS} pairs would show only gains from {100 * found.detectable:.1f} %, not {100 * gain:g} %: "
+            "quiet the machine, lengthen the windows, or settle for larger gains (--gain). With eight candidates "
+            f"{MAX_PAIRS} pairs are --launches {found.launches}."
         )
     else:
         say(

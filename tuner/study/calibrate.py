@@ -13,7 +13,7 @@ from typing import Any
 
 from tuner.errors import EnvironmentBroken, LaunchFailed
 from tuner.files import write_whole
-from tuner.judge.calibration import GAIN, Calibration, Window, calibrate
+from tuner.judge.calibration import GAIN, MAX_PAIRS, Calibration, Window, calibrate
 from tuner.records import LaunchRecord, short_hash
 from tuner.space import Space
 from tuner.study.engine import StudyEngine, launch_record, not_in_effect
@@ -45,8 +45,15 @@ def calibration_key(space: Space, now: Mapping[str, Any]) -> str:
 
 
 def known_pairs(space: Space, now: Mapping[str, Any], folder: Path = FOLDER) -> int | None:
-    """The pairs that a calibration of this space asks for; None when there is none, or it cannot be read."""
+    """The pairs that a calibration of this space asks for; None when there is none, or it cannot be read.
+
+    Where no number of pairs would do, as many as are of any use: fewer would show less still.
+    """
+    if known_pair_sd(space, now, folder) is None:
+        return None
     pairs = _known(space, now, "pairs", folder)
+    if pairs is None:
+        return MAX_PAIRS
     return pairs if isinstance(pairs, int) and not isinstance(pairs, bool) and pairs >= 1 else None
 
 

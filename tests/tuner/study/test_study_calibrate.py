@@ -96,6 +96,10 @@ def test_a_kept_calibration_is_found_for_the_same_and_for_nothing_else(tmp_path:
     assert again == found  # all that was said can be computed again from what was kept
     assert known_pairs(space("workload.concurrency=[1, 16]"), NOW, tmp_path) is None
     assert known_pairs(chosen, {**NOW, "engine_version": "2"}, tmp_path) is None
+    noisy = [replace(each, tokens_per_s=each.tokens_per_s * (1 + each.launch)) for each in measured]
+    hopeless, path = keep(chosen, NOW, noisy, simulated=simulated, gain=0.05, folder=tmp_path)
+    assert hopeless.pairs is None
+    assert known_pairs(chosen, NOW, tmp_path) == MAX_PAIRS, "where none would do, as many as are of use"
     path.write_text("{torn")
     assert known_pairs(chosen, NOW, tmp_path) is None
     assert calibration_key(chosen, NOW) == calibration_key(space("name=other"), NOW)
