@@ -14,7 +14,7 @@ from engine import collectives
 from engine.collectives.base import MODULES, Group, Place, backend, choose
 from engine.config import ALLREDUCE
 from engine.errors import CollectiveError, CollectiveTimeout, InvalidConfig, RankLost, RanksDisagree
-from tests.engine.threads_as_ranks import on_ranks
+from tests.engine.threads_as_ranks import ThreadCrew, on_ranks
 from tuner.engines.base import get_engine
 
 HERE = [name for name in MODULES if backend(name).unavailable(Place(2)) is None]
@@ -200,9 +200,16 @@ def test_nothing_that_can_run_is_refused_with_every_reason() -> None:
 
 
 def test_a_segment_has_no_name_that_could_be_left_behind() -> None:
-    before = set(Path("/dev/shm").iterdir())
-    on_ranks(2, lambda crew: crew.group.all_reduce(torch.zeros(8)))
-    assert set(Path("/dev/shm").iterdir()) == before
+    def named() -> set[str]:  # of this process alone: other programs come and go
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return {line.split()[-1] for line in lines if "/dev/shm/" in line}
+
+    def run(crew: ThreadCrew) -> set[str]:
+        crew.group.all_reduce(torch.zeros(8))
+        return named()  # while the segment is in use
+
+    before = named()
+    assert on_ranks(2, run) == [before, before]
 
 
 class TestMscclpp:
