@@ -31,7 +31,7 @@ from tests.tuner.study.test_study_resume import outcome
 from tests.tuner.study.toy_study import space
 from tuner.cli.app import app
 from tuner.engines.base import get_engine
-from tuner.engines.container import contained
+from tuner.engines.container import asking, contained
 from tuner.errors import EnvironmentBroken
 from tuner.launch import container
 from tuner.launch.leftovers import leftovers
@@ -86,6 +86,21 @@ def ready(server: Server) -> Server:
     server.wait_ready()
     assert server.smoke(tokens=4).tokens == 4
     return server
+
+
+def test_an_image_is_asked_in_a_container_that_is_gone_afterwards_also_when_it_never_answers(box: Runtime) -> None:
+    section = ContainerSection(image=IMAGE, runtime=box.name, mounts=mounts())
+
+    def said(*command: str, timeout_s: float = 60.0) -> str:
+        return container.said_by(box.name, asking(section, IMAGE, command), timeout_s)
+
+    program = "import sys; print(sys.argv[1:]); print('--a-flag N  text', file=sys.stderr)"
+    assert said(interpreter(), "-c", program, "--help").strip() == "['--help']"
+    assert said(interpreter(), "-c", "import sys; sys.exit('only an error')").strip() == "only an error"
+    with pytest.raises(EnvironmentBroken, match="did not answer in 5 s"):
+        said(interpreter(), "-c", "import time; time.sleep(600)", timeout_s=5.0)
+    with pytest.raises(EnvironmentBroken):
+        said("/no/such/program")
 
 
 def test_a_server_in_a_real_container_goes_through_every_step_and_leaves_nothing(box: Runtime, launch: Launch) -> None:
