@@ -19,7 +19,7 @@ def command(
     from tuner.bench.prompts import doubts, load_prompts
     from tuner.study.calibrate import known_pairs
     from tuner.study.policy import POLICIES, planned_pairs
-    from tuner.study.preflight import preflight, refuse
+    from tuner.study.preflight import kept_secret, preflight, refuse
     from tuner.study.session import current_fingerprint, read_space
     from tuner.study.words import described
 
@@ -36,6 +36,8 @@ def command(
         say(f"note: {doubt}")
     if pairs < 4:
         say("note: a claim needs 4 pairs of confirmation, so at least 10 launches")
+    if doubt := kept_secret(space):
+        say(f"note: {doubt}")
     found = preflight(space)
     refuse(found)
     for note in found.notes:

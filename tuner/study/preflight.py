@@ -12,6 +12,7 @@ from tuner.engines.base import Engine, Placed, on_gpus
 from tuner.engines.nccl import same_levels
 from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import Candidate, LaunchRecord
+from tuner.secrets import without_secrets
 from tuner.space import Space
 from tuner.study.engine import illegal, launch_record
 from tuner.study.fabric import fabric_here, used_devices
@@ -67,6 +68,16 @@ def preflight(space: Space) -> Preflight:
         except EnvironmentBroken as error:
             missing.append(str(error))
     return Preflight(tuple(dict.fromkeys(refused)), tuple(missing), tuple(dict.fromkeys(notes)))
+
+
+def kept_secret(space: Space) -> str | None:
+    """What to know of a space whose arguments hold what looks like a secret, which the study's database would keep."""
+    if without_secrets(space.args) == space.args:
+        return None
+    return (
+        "engine.args hold what looks like a secret, and a study's database keeps its command lines: leave it out and set "
+        "it in your own environment, which the server inherits (engine.api_key_env, where requests need it too)"
+    )
 
 
 def require(space: Space) -> Preflight:

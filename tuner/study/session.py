@@ -34,6 +34,7 @@ from tuner.study.plan import Plan, Timing, plan, timing_of
 from tuner.study.planner import launches_used
 from tuner.study.policy import policy_of
 from tuner.study.postgres import patient
+from tuner.study.preflight import kept_secret
 from tuner.study.probe import HttpProbe
 from tuner.study.progress import Event, Observer
 from tuner.study.sampler import seed_of
@@ -452,6 +453,7 @@ def run_study(
                     store.adopt(place.name)
                 _warn(store, observer, "shared_machine", other)
                 _warn(store, observer, "storage", _unsafe_storage(store))
+                _warn(store, observer, "secret", kept_secret(space))
                 data = _run(store, controlled(lease), lease)
                 _refuse_deleted(store, there)
         except UsageError:

@@ -12,7 +12,7 @@ import pytest
 
 from tuner.engines.versions import known
 from tuner.space.load import find_space, shipped
-from tuner.study.preflight import preflight, require
+from tuner.study.preflight import kept_secret, preflight, require
 from tuner.study.session import read_space
 
 SERVED = ("vllm_cpu", "vllm_single_gpu", "sglang_single_gpu", "llama_server", "pcie_blackwell_sglang")
@@ -87,6 +87,28 @@ def test_a_flag_of_one_candidate_alone_is_found_as_well(tmp_path: Path) -> None:
     program = llama(tmp_path, "--spec-ngram-simple-size-m")
     found = preflight(read_space("llama_server.yaml", (f"engine.args.program={program}",)))
     assert [sentence.partition(":")[0] for sentence in found.refused] == ["--spec-ngram-simple-size-m"]
+
+
+SECRET = """
+name: told
+engine:
+  kind: command
+  model: tiny
+  args: {command: [sh, -c, "sleep 1", --port, "{port}", --api-key, s3cr3t, "{depth}"], ready_path: /health}
+workload: {concurrency: [1]}
+baseline: {depth: 1}
+parameters: {depth: {low: 1, high: 5}}
+"""
+
+
+def test_a_secret_among_the_arguments_is_doubted_and_not_repeated(tmp_path: Path) -> None:
+    (tmp_path / "told.yaml").write_text(SECRET)
+    checked = tuner("check", str(tmp_path / "told.yaml"))
+    assert checked.returncode == 0, checked.stderr
+    assert "note: engine.args hold what looks like a secret" in checked.stdout
+    assert "s3cr3t" not in checked.stdout + checked.stderr
+    assert kept_secret(read_space(str(tmp_path / "told.yaml"))) is not None
+    assert [name for name in shipped() if kept_secret(read_space(name))] == []
 
 
 def test_engines_that_come_with_the_tuner_are_not_asked() -> None:
