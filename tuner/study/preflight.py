@@ -75,8 +75,8 @@ def kept_secret(space: Space) -> str | None:
     if without_secrets(space.args) == space.args:
         return None
     return (
-        "engine.args hold what looks like a secret, and a study's database keeps its command lines: leave it out and set "
-        "it in your own environment, which the server inherits (engine.api_key_env, where requests need it too)"
+        "engine.args hold what looks like a secret, and a study's database keeps its command lines: leave it out and "
+        "set it in your own environment, which the server inherits (engine.api_key_env, where requests need it too)"
     )
 
 
