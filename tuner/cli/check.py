@@ -36,8 +36,8 @@ def command(
         say(f"note: {doubt}")
     if pairs < 4:
         say("note: a claim needs 4 pairs of confirmation, so at least 10 launches")
-    if doubt := kept_secret(space):
-        say(f"note: {doubt}")
+    if warning := kept_secret(space):
+        say(f"note: {warning}")
     found = preflight(space)
     refuse(found)
     for note in found.notes:
