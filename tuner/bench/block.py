@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from time import monotonic_ns
 from typing import Literal
 
@@ -409,7 +410,7 @@ class _BlockRun:
         def heard(exchange: Exchange) -> bool:
             if exchange.end != "open":
                 return True
-            return not to_the_end and bool(exchange.events) and exchange.events[-1][0] >= end_ns
+            return not to_the_end and _said_since(exchange, end_ns)
 
         await self._until(lambda: after.done() and (all(map(heard, open_then)) or monotonic_ns() >= limit_ns))
         if after.result() is None:
@@ -421,7 +422,7 @@ class _BlockRun:
         await self._until(
             lambda: (
                 monotonic_ns() >= limit_ns
-                or all(e.end != "open" or (e.events and e.events[-1][0] >= read_ns) for e in streams)
+                or all(e.end != "open" or _said_since(e, read_ns) for e in streams)
             )
         )
 
@@ -473,6 +474,12 @@ class _BlockRun:
         rate = self.pulse.chunk_rate(now - 2 * NS, now) if self.pulse else None
         elapsed = (now - self.phase_start_ns) / NS
         self.on_progress(BlockProgress(self.phase, elapsed, self.phase_s, good, len(finished) - good, rate))
+
+
+def _said_since(exchange: Exchange, at_ns: int) -> bool:
+    """Whether an event has come since then; a comment that keeps the connection alive is none."""
+    late = takewhile(lambda event: event[0] >= at_ns, reversed(exchange.events))
+    return any(b"data:" in data for _, data in late)
 
 
 def _broken(what: str) -> Failure:

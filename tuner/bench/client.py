@@ -68,7 +68,8 @@ class Target:
     def head(self, method: str, path: str, api_key: str | None) -> bytes:
         """Request line and headers up to where Content-Length goes."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        lines = [f"{method} {self.prefix}{path} HTTP/1.1", f"Host: {host}:{self.port}", "Accept: */*"]
+        lines = [f"{method} {self.prefix}{path} HTTP/1.1", f"Host: {host}:{self.port}"]
+        lines += ["Accept: */*", "Accept-Encoding: identity"]
         if api_key:
             if any(ord(c) < 32 or ord(c) > 126 for c in api_key):
                 raise UsageError("The API key holds characters that cannot stand in an HTTP header.")
@@ -139,6 +140,7 @@ class Stream(asyncio.Protocol):
         self._failures = 0
         self._last_end_ns = 0
         self._framed = False
+        self._packed = ""
         self._answers = 0  # on this connection
         self._sent = b""
         self._stopped = False
@@ -184,9 +186,8 @@ class Stream(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError:
             raise
-        except httptools.HttpParserError as error:
-            self._drop_transport()
-            self._finish("malformed", f"not HTTP: {error}")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._refuse(f"not HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """An answer without a length ends with the connection; its finish reason tells whether it was whole.
@@ -212,16 +213,26 @@ class Stream(asyncio.Protocol):
     def on_message_begin(self) -> None:
         """A new answer: its framing is not known yet."""
         self._framed = False
+        self._packed = ""
 
-    def on_header(self, name: bytes, _value: bytes) -> None:
-        """Whether the answer says where it ends."""
-        if name.lower() in (b"content-length", b"transfer-encoding"):
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Whether the answer says where it ends, and whether its body is packed, which was not asked for."""
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
             self._framed = True
+        elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            self._packed = value[:40].decode("latin-1")
 
     def on_headers_complete(self) -> None:
         """Note the status, also of an answer that never ends."""
-        if self.current is not None:
-            self.current.status = self._parser.get_status_code()
+        current = self.current
+        if current is None:
+            return
+        current.status = self._parser.get_status_code()
+        if current.sent_ns > self._now:
+            self._refuse("an answer came before its request was sent: the server answered the last one twice")
+        elif self._packed and current.status == 200:
+            self._refuse(f"the body is encoded ({self._packed}), although no encoding was asked for")
 
     def on_body(self, body: bytes) -> None:
         """Store; do not look."""
@@ -232,8 +243,7 @@ class Stream(asyncio.Protocol):
         current.received += len(body)
         if current.received > current.most_bytes:
             del current.events[_EXCERPT_READS:]  # enough to show what came
-            self._drop_transport()
-            self._finish("malformed", f"the answer is longer than {current.most_bytes >> 20} MiB")
+            self._refuse(f"the answer is longer than {current.most_bytes >> 20} MiB")
 
     def on_message_complete(self) -> None:
         """End of one answer: hand it over and send the next request at once."""
@@ -251,6 +261,12 @@ class Stream(asyncio.Protocol):
         if transport is not None:
             transport.set_protocol(asyncio.Protocol())
             transport.abort()
+
+    def _refuse(self, why: str) -> None:
+        """End the connection, and the request under way with it; between two requests there is none."""
+        self._drop_transport()
+        if self.current is not None:
+            self._finish("malformed", why)
 
     def _finish(self, end: End, error: str = "") -> None:
         exchange, self.current = self.current, None

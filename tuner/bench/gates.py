@@ -7,14 +7,15 @@ a loop lags by milliseconds, and that moves nothing as long as requests take sec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tuner.bench.machine import Surroundings
 from tuner.bench.recount import Recount
-from tuner.records import Gate
+from tuner.records import Block, Gate
 
 MIN_SUCCESS_RATE = 0.99
 """A server that refuses or drops requests would look faster than one that serves them all."""
@@ -45,6 +46,13 @@ stopped (SIGSTOP, a suspended machine) sends nothing, and its server looks slow.
 
 MAX_TOKEN_DISAGREEMENT = 0.005
 """|client's tokens - server's counter| / counter, beyond what the moment of reading leaves open."""
+
+MAX_UNDERCOUNTED = 0.01
+"""Share of requests whose chunks are more than their tokens. Their usage is no cumulative count, so no count at all."""
+
+MAX_UNHEARD = 0.01
+"""Tokens of requests that were silent from the window's end until the load stopped, estimated / tokens of the
+window."""
 
 MAX_RECOUNT = 0.1
 """|tokens by the tokenizer - tokens told| / told, of a few answers. A model need not write a text in the tokens that
@@ -78,6 +86,22 @@ a warm-up that was not over. Only from `DRIFT_NEEDS_S` seconds on; a shorter win
 
 DRIFT_NEEDS_S = 20
 DRIFT_P = 0.001
+EQUAL = 1e-9
+"""Relative: seconds closer than this differ by rounding."""
+
+MAX_LENGTH_BIAS = 0.01
+"""Of a pair: share of a request's time before its first token x |ln(mean output lengths)|, beyond what chance explains.
+Longer answers spread a prompt's time over more tokens, and that is no speed-up."""
+
+LENGTH_CHANCE = 2.0
+"""Standard errors of the difference of two mean lengths that chance explains."""
+
+MAX_CACHE_BIAS = 0.01
+"""Of a pair: difference of the shares of prompt tokens that came from a prefix cache x share of a request's time before
+its first token: what a warmer cache saves one side, and not the other."""
+
+MAX_LATE_S = 0.01
+"""Of an open loop: 99th percentile of (actual - intended) sending, seconds. Later, the client is what is measured."""
 
 ENVIRONMENT_GATES = frozenset(
     {
@@ -97,14 +121,30 @@ ENVIRONMENT_GATES = frozenset(
 """Gates whose failure is the machine's, the client's or a stranger's doing, and is not held against a candidate."""
 
 
-@dataclass(frozen=True)
-class Observed:
+@dataclass(frozen=True, kw_only=True)
+class AnswerFaults:
+    """What is wrong with answers, by themselves: how many of them, but for `overrun_tokens`, the most of any.
+
+    `unknown_tokens` counts requests whose tokens the server did not tell, `undercounted` those that had more chunks
+    than tokens.
+    """
+
+    unknown_tokens: int
+    usage_detail: str
+    overrun_tokens: int
+    short_outputs: int
+    degenerate_outputs: int
+    undercounted: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed(AnswerFaults):
     """What the gates look at, for one window.
 
     `turnaround_s` is the mean time from the end of an answer to the next request, `loop_lag_s` the loop's mean lag,
-    `edge_lag_s` its longest near the window's edges, `stopped_s` its longest anywhere in it. `unknown_tokens` counts
-    requests whose tokens the server did not tell. `server_tokens` and `client_tokens` are counted over the same time,
-    `slack_tokens` what may differ.
+    `edge_lag_s` its longest near the window's edges, `stopped_s` its longest anywhere in it. `unheard_tokens` are
+    an estimate of those behind the last sign of life. `server_tokens` and `client_tokens` are counted over the same
+    time, `slack_tokens` what may differ.
     """
 
     concurrency: int
@@ -122,11 +162,6 @@ class Observed:
     loop_lag_s: float
     edge_lag_s: float
     tokens: float
-    unknown_tokens: int
-    usage_detail: str
-    overrun_tokens: int
-    short_outputs: int
-    degenerate_outputs: int
     series: Sequence[float]
     client_tokens: float | None = None
     server_tokens: float | None = None
@@ -136,6 +171,7 @@ class Observed:
     ceiling_events_per_s: float | None = None
     surroundings: Surroundings = field(default_factory=Surroundings)
     recount: Recount | None = None
+    unheard_tokens: float = 0.0
 
 
 def gates(seen: Observed) -> tuple[Gate, ...]:
@@ -146,7 +182,13 @@ def gates(seen: Observed) -> tuple[Gate, ...]:
     found = [
         _at_most("not_warm", 0.0 if seen.warm else 1.0, 0.0, seen.warm_detail),
         _at_most("no_tokens", 0.0 if seen.tokens > 0 else 1.0, 0.0, "no output token arrived in the window"),
-        _at_most("no_usage", float(seen.unknown_tokens), 0.0, seen.usage_detail),
+        *_answer_gates(seen, ended, total),
+        _at_most(
+            "unheard_at_end",
+            seen.unheard_tokens / seen.tokens if seen.tokens > 0 else 0.0,
+            MAX_UNHEARD,
+            "tokens of requests that were silent since the window's end, estimated / tokens of the window",
+        ),
         _at_least("low_success_rate", success, MIN_SUCCESS_RATE, seen.failure_detail),
         _at_least("low_concurrency", seen.in_flight / seen.concurrency, MIN_CONCURRENCY, "requests under way / target"),
         _at_least(
@@ -176,16 +218,6 @@ def gates(seen: Observed) -> tuple[Gate, ...]:
             max(MAX_STOPPED_S, MAX_STOPPED_SHARE * seen.window_s),
             "longest time, in seconds, in which the client itself did not run",
         ),
-        _at_most(
-            "token_overrun",
-            float(seen.overrun_tokens),
-            float(MAX_OVERRUN_TOKENS),
-            "most tokens beyond max_tokens in one answer",
-        ),
-        _at_most("short_output", seen.short_outputs / ended, MAX_SHORT_OUTPUT, "share of empty or one-token answers"),
-        _at_most(
-            "degenerate_output", seen.degenerate_outputs / ended, MAX_DEGENERATE, "share of looping or garbled answers"
-        ),
     ]
     if seen.server_tokens is not None and seen.client_tokens is not None:
         apart = abs(seen.client_tokens - seen.server_tokens)
@@ -199,6 +231,40 @@ def gates(seen: Observed) -> tuple[Gate, ...]:
     if len(seen.series) >= DRIFT_NEEDS_S:
         found.append(_at_most("not_steady", half_drift(seen.series), MAX_HALF_DRIFT, "second half against first"))
     return tuple(found)
+
+
+def open_gates(*, late_s: float, requests: int, failed: int, tokens: float, faults: AnswerFaults) -> tuple[Gate, ...]:
+    """Gates of an open loop. `late_s` is the 99th percentile of how late requests were sent."""
+    total = requests + failed
+    success = requests / total if total else 0.0
+    return (
+        _at_most("client_late", late_s, MAX_LATE_S, "p99 of actual - intended sending, s"),
+        _at_most("no_tokens", 0.0 if tokens > 0 else 1.0, 0.0, "no output token arrived in the counted time"),
+        _at_least("low_success_rate", success, MIN_SUCCESS_RATE, "requests that ended well / all"),
+        *_answer_gates(faults, max(1, requests), total),
+    )
+
+
+def _answer_gates(seen: AnswerFaults, ended: int, total: int) -> tuple[Gate, ...]:
+    return (
+        _at_most("no_usage", float(seen.unknown_tokens), 0.0, seen.usage_detail),
+        _at_most(
+            "usage_undercounts",
+            seen.undercounted / max(1, total),
+            MAX_UNDERCOUNTED,
+            "share of requests with more chunks than tokens: usage does not count up",
+        ),
+        _at_most(
+            "token_overrun",
+            float(seen.overrun_tokens),
+            float(MAX_OVERRUN_TOKENS),
+            "most tokens beyond max_tokens in one answer",
+        ),
+        _at_most("short_output", seen.short_outputs / ended, MAX_SHORT_OUTPUT, "share of empty or one-token answers"),
+        _at_most(
+            "degenerate_output", seen.degenerate_outputs / ended, MAX_DEGENERATE, "share of looping or garbled answers"
+        ),
+    )
 
 
 def _machine_gates(seen: Surroundings) -> list[Gate]:
@@ -216,21 +282,80 @@ def _machine_gates(seen: Surroundings) -> list[Gate]:
     return found
 
 
+def pair_gates(baseline: Sequence[Block], candidate: Sequence[Block]) -> tuple[Gate, ...]:
+    """Gates of blocks that are compared with one another, at one level: what differs beside the settings.
+
+    Of several blocks a side their means count, by their requests.
+    """
+    found = []
+    sides = [side for side in map(_side, (baseline, candidate)) if side is not None]
+    if len(sides) == 2:
+        one, other = sides
+        before_first = (one.before_first + other.before_first) / 2
+        shift = math.log(other.length / one.length)
+        chance = math.hypot(one.spread / math.sqrt(one.requests), other.spread / math.sqrt(other.requests))
+        detail = f"answers of {other.length:.0f} tokens against {one.length:.0f}"
+        bias = before_first * max(0.0, abs(shift) - LENGTH_CHANCE * chance)
+        found.append(_at_most("output_length_shift", bias, MAX_LENGTH_BIAS, detail))
+        if one.cached is not None and other.cached is not None:
+            detail = f"{100 * other.cached:.1f} % of the prompts' tokens were cached, against {100 * one.cached:.1f} %"
+            bias = before_first * abs(other.cached - one.cached)
+            found.append(_at_most("warm_cache", bias, MAX_CACHE_BIAS, detail))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """`length` in tokens, `spread` its coefficient of variation, `before_first` the share of a request's time."""
+
+    requests: int
+    length: float
+    spread: float
+    before_first: float
+    cached: float | None
+
+
+def _side(blocks: Sequence[Block]) -> _Side | None:
+    """One side of a comparison; None where it does not tell latencies (a simulation) or lengths."""
+    told = [b for b in blocks if b.requests and b.mean_output_tokens > 0 and b.ttft_ms.mean and b.e2e_ms.mean]
+    requests = sum(b.requests for b in told)
+    if not requests:
+        return None
+
+    def mean(value: Callable[[Block], float]) -> float:
+        return sum(value(b) * b.requests for b in told) / requests
+
+    cached = [b for b in told if "cached_share" in b.counters]
+    return _Side(
+        requests,
+        mean(lambda b: b.mean_output_tokens),
+        # Older blocks do not tell the spread; answers vary by about their length.
+        mean(lambda b: b.counters.get("output_tokens_sd", b.mean_output_tokens) / b.mean_output_tokens),
+        min(1.0, mean(lambda b: (b.ttft_ms.mean or 0.0) / (b.e2e_ms.mean or 1.0))),
+        sum(b.counters["cached_share"] * b.requests for b in cached) / sum(b.requests for b in cached)
+        if cached
+        else None,
+    )
+
+
 def half_drift(series: Sequence[float]) -> float:
-    """|second half - first half| / mean where the halves differ significantly, else 0."""
+    """|second half - first half| / mean where the halves differ significantly, else 0; of four values or more."""
     from scipy import stats
 
     data = np.asarray(series, dtype=float)
     half = len(data) // 2
     first, second = data[:half], data[-half:]
     mean = float(data.mean())
-    if mean <= 0 or (first.std() == 0 and second.std() == 0 and first.mean() == second.mean()):
+    if mean <= 0 or float(np.ptp(data)) <= EQUAL * mean:
         return 0.0
-    if first.std() == 0 and second.std() == 0:
-        significant = True
-    else:
-        significant = bool(stats.ttest_ind(first, second, equal_var=False).pvalue < DRIFT_P)
-    return abs(float(second.mean() - first.mean())) / mean if significant else 0.0
+    change = float(second.mean() - first.mean())
+    variances = [float(part.var(ddof=1)) / half for part in (first, second)]
+    spread = sum(variances)
+    if spread <= (EQUAL * mean) ** 2:
+        return abs(change) / mean
+    freedom = spread**2 / sum(variance**2 / (half - 1) for variance in variances)
+    significant = 2 * float(stats.t.sf(abs(change) / math.sqrt(spread), freedom)) < DRIFT_P
+    return abs(change) / mean if significant else 0.0
 
 
 def _at_most(name: str, value: float, limit: float, detail: str) -> Gate:

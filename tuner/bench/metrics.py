@@ -19,12 +19,15 @@ def tokens_until(trace: Trace, at_ns: int) -> float:
     """U(t): output tokens of one request that had arrived by `at_ns`.
 
     Between two counts it is interpolated, because the tokens of a chunk were made since the chunk before. The first
-    count is a step: the time before it belongs to the prompt.
+    token is a step: the time before it belongs to the prompt. What else came with it was made since the sending.
     """
     curve = trace.curve
     index = bisect_right(curve, at_ns, key=lambda point: point[0])
     if index == 0:
-        return 0.0
+        if not curve or curve[0][1] <= 1 or at_ns <= trace.sent_ns:
+            return 0.0
+        t1, u1 = curve[0]
+        return (u1 - 1) * (at_ns - trace.sent_ns) / (t1 - trace.sent_ns)
     t0, u0 = curve[index - 1]
     if index == len(curve):
         return u0
@@ -59,8 +62,11 @@ def ttft_ms(trace: Trace) -> float | None:
 
 
 def tpot_ms(trace: Trace) -> float | None:
-    """Time per output token: (last output - first output) / (tokens - 1). None under two tokens."""
+    """Time per output token: (last output - first output) / (tokens - 1). None under two tokens, or where all came at
+    once."""
     if trace.first_ns is None or trace.last_ns is None or trace.tokens is None or trace.tokens < 2:
+        return None
+    if trace.last_ns == trace.first_ns:
         return None
     return (trace.last_ns - trace.first_ns) / 1e6 / (trace.tokens - 1)
 
@@ -88,6 +94,34 @@ def chunk_gaps_ms(traces: Iterable[Trace], start_ns: int, end_ns: int) -> list[f
         for a, b in pairwise(trace.chunks)
         if start_ns <= b < end_ns
     ]
+
+
+def unheard_tokens(traces: Sequence[Trace], end_ns: int) -> float:
+    """About how many tokens were made before `end_ns` by requests that were not heard of again after it.
+
+    Such a request goes on at its own pace since its last chunk. One that gave nothing yet was at its prompt, but for
+    what usually comes along with a first token.
+    """
+    firsts = [trace.curve[0][1] - 1 for trace in traces if trace.curve]
+    beside_first = max(0.0, sum(firsts) / len(firsts)) if firsts else 0.0
+    unheard = 0.0
+    for trace in traces:
+        last_ns = trace.curve[-1][0] if trace.curve else trace.last_ns
+        if not trace.cut or trace.sent_ns >= end_ns or (last_ns is not None and last_ns >= end_ns):
+            continue
+        if last_ns is None or trace.tokens is None:
+            unheard += beside_first
+        elif last_ns > trace.sent_ns:
+            unheard += trace.tokens * (end_ns - last_ns) / (last_ns - trace.sent_ns)
+    return unheard
+
+
+CHUNKS_BEYOND, CHUNKS_SHARE = 2, 1.05
+
+
+def undercounted(trace: Trace) -> bool:
+    """Whether fewer tokens were told than chunks came: each carries one at least, so the count is not cumulative."""
+    return trace.tokens is not None and len(trace.chunks) > CHUNKS_SHARE * trace.tokens + CHUNKS_BEYOND
 
 
 REPEAT_MIN_CHARS = 32

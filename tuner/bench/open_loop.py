@@ -14,8 +14,10 @@ from time import monotonic_ns
 
 from tuner.bench import metrics
 from tuner.bench.client import Exchange, Outgoing, Stream, Target
+from tuner.bench.gates import open_gates
 from tuner.bench.prompts import Prompt
 from tuner.bench.requests import Sampling, request_sequence
+from tuner.bench.summary import answer_faults
 from tuner.bench.trace import Trace, read_exchange
 from tuner.errors import UsageError
 from tuner.records import Gate, Percentiles
@@ -24,10 +26,6 @@ NS = 1_000_000_000
 DRAIN_S = 120.0
 """After the last arrival, requests under way get this long; what is not done then counts as failed."""
 
-MAX_LATE_S = 0.01
-"""99th percentile of (actual - intended) sending: later, the client is what is measured."""
-
-MIN_SUCCESS = 0.99
 MAX_LENGTH = 1 << 20
 """Requests of one run, at most."""
 
@@ -162,10 +160,14 @@ def _summary(
     everything: list[Trace] = [trace for _, trace in traces]
     late_s = sorted((trace.sent_ns - at) / NS for at, trace in counted if trace.sent_ns)
     worst = late_s[min(len(late_s) - 1, int(0.99 * len(late_s)))] if late_s else 0.0
-    share = len(good) / len(counted) if counted else 0.0
-    gates = (
-        Gate("client_late", round(worst, 6), MAX_LATE_S, worst <= MAX_LATE_S, "p99 of actual - intended sending, s"),
-        Gate("low_success_rate", round(share, 6), MIN_SUCCESS, share >= MIN_SUCCESS, "requests that ended well / all"),
+    overlapping = [trace for trace in everything if trace.sent_ns < end_ns and trace.end_ns > start_ns]
+    tokens = metrics.tokens_between(overlapping, start_ns, end_ns)
+    gates = open_gates(
+        late_s=worst,
+        requests=len(good),
+        failed=len(failed),
+        tokens=tokens,
+        faults=answer_faults(overlapping, [trace for _, trace in good]),
     )
     return OpenRun(
         rate=rate,
@@ -175,7 +177,7 @@ def _summary(
         requests=len(good),
         failed=len(failed),
         failure=next((trace.problem or "not done in time" for trace in failed), ""),
-        tokens_per_s=metrics.tokens_between(everything, start_ns, end_ns) / seconds,
+        tokens_per_s=tokens / seconds,
         in_flight=metrics.mean_in_flight(everything, start_ns, end_ns),
         late_ms=late,
         ttft_ms=metrics.percentiles(

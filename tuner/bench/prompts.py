@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 from tuner.errors import UsageError
+from tuner.foreign import encodable
 
 Split = Literal["tuning", "held_out", "all"]
 
@@ -52,7 +54,8 @@ def load_prompts(name_or_path: str | Path, *, split: Split) -> list[Prompt]:
     prompt, for measuring a server without a search.
 
     Raises:
-        UsageError: no such set or file, nothing in it or in this split, or a malformed line (with its number).
+        UsageError: no such set or file, nothing in it or in this split, or malformed lines: all of them, with their
+            numbers.
     """
     source = str(name_or_path)
     chosen = [prompt for prompt, side in _read(source) if split in ("all", side)]
@@ -62,6 +65,19 @@ def load_prompts(name_or_path: str | Path, *, split: Split) -> list[Prompt]:
             'splits some), or give lines a field "split" with tuning or held_out.'
         )
     return chosen
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """So many of the prompts, of every kind in turn; of each kind the longest one, then by their order."""
+    kinds: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        kinds.setdefault(prompt.kind, []).append(prompt)
+    for group in kinds.values():
+        longest = max(group, key=lambda prompt: len(prompt.text))
+        group.remove(longest)
+        group.insert(0, longest)
+    turns = zip_longest(*kinds.values())
+    return [prompt for turn in turns for prompt in turn if prompt is not None][:count]
 
 
 ALIKE_CHARACTERS = 40
@@ -76,6 +92,12 @@ USUAL_SHARE = 0.1
 tokens they make up some hundredths."""
 
 USUAL_NEEDS_WORDS = 200
+
+LONGEST_LINE = 8 << 20
+"""Bytes. No server takes such a prompt."""
+
+SHOWN = 50
+"""Problems of a file that are named."""
 
 
 def doubts(prompts: Sequence[Prompt]) -> list[str]:
@@ -121,31 +143,50 @@ def _is_filler(text: str) -> bool:
 
 def _read(source: str) -> Iterator[tuple[Prompt, str]]:
     if source == HUMANEVAL:
-        text = _humaneval()
+        data = _humaneval().encode()
     elif source in shipped_sets():
-        text = (resources.files("tuner.bench") / "data" / f"{source}.jsonl").read_text(encoding="utf-8")
+        data = (resources.files("tuner.bench") / "data" / f"{source}.jsonl").read_bytes()
     else:
         try:
-            text = Path(source).read_text(encoding="utf-8-sig")
+            data = Path(source).read_bytes()
         except FileNotFoundError:
             names = ", ".join(shipped_sets())
             raise UsageError(f"prompts '{source}': no such file, and no set of that name ships ({names}).") from None
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise UsageError(f"prompts '{source}' cannot be read: {error}") from error
-    seen: dict[str, int] = {}
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UsageError(f"prompts '{source}' is UTF-16; save it as UTF-8.")
+    found: list[tuple[Prompt, str]] = []
+    problems: list[str] = []
+    ids: dict[str, int] = {}
+    texts: dict[str, tuple[int, str]] = {}
     # Not splitlines(): JSON strings may hold U+2028 and its like unescaped.
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
             continue
-        prompt, side = _parse(line, number, source)
-        if prompt.id in seen:
-            raise UsageError(
-                f"prompts '{source}', line {number}: id '{prompt.id}' was already used on line {seen[prompt.id]}"
-            )
-        seen[prompt.id] = number
-        yield prompt, side
-    if not seen:
+        prompt, side, wrong = _parse(line, number)
+        if prompt is not None and (before := ids.setdefault(prompt.id, number)) != number:
+            wrong.append(f"id '{prompt.id}' was already used on line {before}")
+        if prompt is not None:
+            other, there = texts.setdefault(prompt.text, (number, side))
+            if there != side:
+                wrong.append(f"its text is that of line {other}, on the other side of the split: it is not held out")
+            found.append((prompt, side))
+        problems += [f"line {number}: {what}" for what in wrong]
+    if problems:
+        raise UsageError(_together(source, problems))
+    if not found:
         raise UsageError(f'prompts \'{source}\' is empty: it needs one JSON object a line, such as {{"prompt": "…"}}.')
+    yield from found
+
+
+def _together(source: str, problems: Sequence[str]) -> str:
+    """All problems of a file, or as many as a person reads."""
+    if len(problems) == 1:
+        return f"prompts '{source}', {problems[0]}"
+    more = len(problems) - SHOWN
+    lines = [f"prompts '{source}' has {len(problems)} problems:", *problems[:SHOWN]]
+    return "\n  ".join([*lines, f"and {more} more"] if more > 0 else lines)
 
 
 def _humaneval() -> str:
@@ -163,23 +204,56 @@ def _humaneval() -> str:
     return "\n".join(map(json.dumps, lines))
 
 
-def _parse(line: str, number: int, source: str) -> tuple[Prompt, str]:
-    def bad(what: str) -> UsageError:
-        return UsageError(f"prompts '{source}', line {number}: {what}")
-
+def _parse(line: bytes, number: int) -> tuple[Prompt | None, str, list[str]]:
+    """The prompt of a line and its side, and what is wrong with the line; no prompt where nothing can be made of it."""
+    if len(line) > LONGEST_LINE:
+        return None, "", [f"longer than {LONGEST_LINE >> 20} MiB"]
     try:
-        data = json.loads(line)
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return None, "", [f"not UTF-8 (byte {error.object[error.start]:#04x} at column {error.start + 1})"]
+    try:
+        data = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
-        raise bad(f"not JSON ({error.msg} at column {error.colno})") from error
+        return None, "", [f"not JSON ({error.msg} at column {error.colno})"]
+    except RecursionError:
+        return None, "", ["not JSON that can be used (nested too deeply)"]
+    except ValueError as error:
+        return None, "", [f"not JSON that can be used ({error})"]
     if not isinstance(data, dict):
-        raise bad('not an object; a line looks like {"prompt": "…"}')
-    text = _text(data)
-    if text is None:
-        raise bad('needs "prompt", "text" or "messages" with a user turn, as a non-empty string')
-    side = data.get("split", _side(text))
+        return None, "", ['not an object; a line looks like {"prompt": "…"}']
+    wrong = []
+    said = _text(data)
+    if said is None:
+        wrong.append('needs "prompt", "text" or "messages" with a user turn, as a non-empty string')
+    elif encodable(said) != said:
+        wrong.append("its text holds half a character (a lone surrogate)")
+    named = data.get("id", f"line-{number}")
+    if isinstance(named, bool) or not isinstance(named, (str, int)) or not str(named).strip():
+        wrong.append(f"id {_short(named)} is neither a text nor a whole number")
+    kind = data.get("kind", "user")
+    if not isinstance(kind, str) or not kind.strip():
+        wrong.append(f"kind {_short(kind)} is no text")
+    side = data.get("split", _side(encodable(said or "")))
     if side not in ("tuning", "held_out"):
-        raise bad(f"split '{side}' is unknown; valid: tuning, held_out")
-    return Prompt(str(data.get("id", f"line-{number}")), str(data.get("kind", "user")), text), side
+        wrong.append(f"split {_short(side)} is unknown; valid: tuning, held_out")
+    if wrong or said is None:
+        return None, "", wrong
+    return Prompt(encodable(str(named)), encodable(kind), said), side, wrong
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are given once each; of two values nobody knows which was meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {_short(twice)} is given twice")
+    return found
+
+
+def _short(value: object) -> str:
+    said = f"'{value}'" if isinstance(value, str) else json.dumps(value)
+    return encodable(said if len(said) <= 40 else said[:40] + "…")
 
 
 def _text(data: dict[str, Any]) -> str | None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tuner.bench import metrics
 from tuner.bench.client import usable_cores
 from tuner.bench.counters import CounterDelta, Snapshot, delta
-from tuner.bench.gates import Observed, gates, half_drift
+from tuner.bench.gates import AnswerFaults, Observed, gates, half_drift
 from tuner.bench.machine import Surroundings
 from tuner.bench.recount import Recount
 from tuner.bench.trace import Trace
@@ -58,7 +58,7 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
     traces = sorted((t for t in seen.traces if t.sent_ns < end and t.end_ns > start), key=lambda t: t.number)
     ended = [t for t in traces if t.end_ns < end and not t.cut]
     good = [t for t in ended if t.ok]
-    failed = [t for t in ended if not t.ok]
+    failed = [t for t in traces if t.problem is not None]  # behind the window, too: its tokens are missing inside
     full = [t for t in good if t.max_tokens == seen.max_tokens]
     tokens = metrics.tokens_between(traces, start, end)
     known = [t.tokens for t in full or good if t.tokens is not None]
@@ -67,7 +67,6 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
     e2e = metrics.percentiles(metrics.e2e_ms(t) for t in good)
     change = delta(seen.before, seen.after)
     chunks = float(sum(start <= at < end for t in traces for at in t.chunks))
-    unknown = [t for t in traces if t.problem is None and t.usage == "none" and (t.chunks or not t.cut)]
     found = gates(
         Observed(
             concurrency=seen.concurrency,
@@ -86,17 +85,14 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
             edge_lag_s=seen.edge_lag_s,
             stopped_s=seen.stopped_s,
             tokens=tokens,
-            unknown_tokens=len(unknown),
-            usage_detail=_usage_detail(unknown, good),
-            overrun_tokens=max((t.tokens - t.max_tokens for t in good if t.tokens is not None), default=0),
-            short_outputs=sum(_short(t) for t in good),
-            degenerate_outputs=sum(metrics.degenerate(t.text) for t in good),
+            unheard_tokens=metrics.unheard_tokens(traces, end),
             series=seconds,
             events_per_s=chunks / window_s,
             ceiling_events_per_s=seen.ceiling_events_per_s,
             surroundings=seen.surroundings,
             recount=seen.recount,
             **_counter_check(seen, change),
+            **vars(answer_faults(traces, good)),
         )
     )
     counters = {
@@ -110,13 +106,17 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
         "loop_lag_mean_ms": 1000 * sum(seen.lags_s) / len(seen.lags_s) if seen.lags_s else 0.0,
         "loop_lag_max_ms": 1000 * max(seen.lags_s, default=0.0),
         "prompt_tokens": float(sum(t.prompt_tokens or 0 for t in first_in)),
+        "output_tokens_sd": statistics.pstdev(known) if known else 0.0,
         "finished_by_length": float(sum(t.finish == "length" for t in good)),
         "half_drift": half_drift(seconds) if len(seconds) >= 4 else 0.0,
     }
+    told = [t for t in first_in if t.prompt_tokens and t.cached_tokens is not None]
+    if told:
+        counters["cached_share"] = sum(t.cached_tokens or 0 for t in told) / sum(t.prompt_tokens or 0 for t in told)
     if seen.ceiling_events_per_s is not None:
         counters["client_ceiling_events_per_s"] = seen.ceiling_events_per_s
     if change is not None:
-        told = {
+        server = {
             "server_generated": change.generated,
             "server_verify_steps": change.steps,
             "server_accepted": change.accepted,
@@ -125,7 +125,7 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
             "server_rounds": change.rounds,
             **{f"server_{part}_s": spent for part, spent in change.seconds.items()},
         }
-        counters |= {name: value for name, value in told.items() if value is not None}
+        counters |= {name: value for name, value in server.items() if value is not None}
         counters |= {f"accepted_at_depth_{i}": count for i, count in enumerate(change.accepted_at_depth, start=1)}
     block = Block(
         concurrency=seen.concurrency,
@@ -153,22 +153,17 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
     return block, tuple(traces)
 
 
-def trace_record(trace: Trace) -> dict[str, Any]:
-    """One request as a JSON object, for the per-request file beside the study."""
-    return {
-        "number": trace.number,
-        "prompt_id": trace.prompt_id,
-        "sent_ns": trace.sent_ns,
-        "end_ns": trace.end_ns,
-        "problem": trace.problem,
-        "cut": trace.cut,
-        "finish": trace.finish,
-        "usage": trace.usage,
-        "tokens": trace.tokens,
-        "prompt_tokens": trace.prompt_tokens,
-        "curve": [[at, count] for at, count in trace.curve],
-        "text": trace.text,
-    }
+def answer_faults(traces: Sequence[Trace], good: Sequence[Trace]) -> AnswerFaults:
+    """What is wrong with all of these requests, and with those among them that ended well."""
+    unknown = [t for t in traces if t.problem is None and t.usage == "none" and (t.chunks or not t.cut)]
+    return AnswerFaults(
+        unknown_tokens=len(unknown),
+        usage_detail=_usage_detail(unknown, good),
+        overrun_tokens=max((t.tokens - t.max_tokens for t in good if t.tokens is not None), default=0),
+        short_outputs=sum(_short(t) for t in good),
+        degenerate_outputs=sum(metrics.degenerate(t.text) for t in good),
+        undercounted=sum(metrics.undercounted(t) for t in traces if t.problem is None),
+    )
 
 
 def _counter_check(seen: Recording, change: CounterDelta | None) -> dict[str, float]:
@@ -188,7 +183,8 @@ def _counter_check(seen: Recording, change: CounterDelta | None) -> dict[str, fl
 
 
 def _short(trace: Trace) -> bool:
-    return trace.max_tokens >= SHORT_NEEDS_TOKENS and (not trace.text.strip() or (trace.tokens or 2) <= 1)
+    few = trace.tokens is not None and trace.tokens <= 1
+    return trace.max_tokens >= SHORT_NEEDS_TOKENS and (few or not trace.text.strip())
 
 
 def _most_common(failed: Sequence[Trace]) -> str:

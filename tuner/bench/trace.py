@@ -14,6 +14,7 @@ UsageMode = Literal["continuous", "final", "none"]
 
 GOOD_FINISHES = ("stop", "length")
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
+BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Event:
     tokens: int | None
     finish: str | None
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Trace:
     `problem` is None for a request that ended well, else what went wrong; a request under way when the load stopped
     (`cut`) has none. `curve` holds (ns, cumulative output tokens), times rising. `tokens` is the last cumulative
     count, None where the server told none. `chunks` are the arrival times of events that carried output.
+    `cached_tokens` of the prompt came from a prefix cache, where the server tells.
     """
 
     number: int
@@ -50,6 +53,7 @@ class Trace:
     finish: str | None
     text: str
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -85,13 +89,13 @@ def read_exchange(exchange: Exchange) -> Trace:
         problem = exchange.error
     else:
         try:
-            for event in _events(exchange.events):
+            for event in _events(exchange.events, whole=not cut):
                 if event is None:
                     done = True
                     break
                 events.append(event)
         except MalformedStream as error:
-            problem = str(error)
+            problem, cut = str(error), False
     finish = next((e.finish for e in reversed(events) if e.finish), None)
     if problem is None and not cut:
         if finish is None:
@@ -117,6 +121,7 @@ def read_exchange(exchange: Exchange) -> Trace:
         finish=finish,
         text="".join(e.text for e in events),
         prompt_tokens=next((e.prompt_tokens for e in reversed(events) if e.prompt_tokens is not None), None),
+        cached_tokens=next((e.cached_tokens for e in reversed(events) if e.cached_tokens is not None), None),
     )
 
 
@@ -124,7 +129,8 @@ def _count(events: list[Event]) -> tuple[UsageMode, tuple[tuple[int, float], ...
     """Usage mode, curve, chunk times and total.
 
     Continuous usage gives the curve as it is. Where only a total came, it is spread over the events in proportion to
-    their text: a chunk may hold any number of tokens, so chunks are never counted as tokens.
+    their text: a chunk may hold any number of tokens, so chunks are never counted as tokens. A count behind all text is
+    a total, however often it is told; what came before the first token told nothing.
     """
     counted = [e for e in events if e.tokens is not None]
     with_text = [e for e in events if e.text]
@@ -132,9 +138,8 @@ def _count(events: list[Event]) -> tuple[UsageMode, tuple[tuple[int, float], ...
         return "none", (), tuple(e.at_ns for e in with_text), None
     total = counted[-1].tokens
     assert total is not None
-    first = counted[0]
-    continuous = len(counted) > 1 or len(with_text) <= 1 or first.at_ns <= with_text[0].at_ns
-    if continuous:
+    first = next((e for e in counted if e.tokens), counted[-1])
+    if not with_text or first.at_ns <= with_text[0].at_ns or first.at_ns < with_text[-1].at_ns:
         chunks = []
         seen = 0
         for event in events:
@@ -163,24 +168,63 @@ def _last_per_time(points: Iterator[tuple[int, float]]) -> tuple[tuple[int, floa
     return tuple(kept)
 
 
-def _events(reads: list[tuple[int, bytes]]) -> Iterator[Event | None]:
-    """Events in order, None for `[DONE]`. An event has the time of the read that completed it."""
-    rest = b""
-    for at_ns, data in reads:
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            line = line.rstrip(b"\r")
-            if not line.startswith(b"data:"):
-                if line.startswith(b"{"):
-                    raise MalformedStream(f"not a stream of events: {_excerpt(line)}")
-                continue
+def _events(reads: list[tuple[int, bytes]], *, whole: bool) -> Iterator[Event | None]:
+    """Events in order, None for `[DONE]`. An event has the time of the read that completed it.
+
+    Of a `whole` answer the last line counts without a line end, where it is complete.
+    """
+    named_error = False
+    for at_ns, line in _lines(reads, whole=whole):
+        if line.startswith(b"data:"):
             payload = line[5:].strip()
+            if named_error:
+                raise MalformedStream(f"the server reported an error in the stream: {_excerpt(payload)}")
             if payload == b"[DONE]":
                 yield None
             elif payload:
                 yield _event(at_ns, payload)
-    if rest.startswith(b"{"):
-        raise MalformedStream(f"not a stream of events: {_excerpt(rest)}")
+        elif line.startswith(b"event:"):
+            named_error = line[6:].strip() == b"error"
+        elif not line:
+            named_error = False
+        elif line.startswith(b"{"):
+            raise MalformedStream(f"not a stream of events: {_excerpt(line)}")
+
+
+def _lines(reads: list[tuple[int, bytes]], *, whole: bool) -> Iterator[tuple[int, bytes]]:
+    """Lines without their ends. A line may be of megabytes, in as many reads: it is joined once."""
+    begun: list[bytes] = []
+    at_ns = 0
+    first = True
+    for at_ns, data in reads:
+        head, found, rest = data.partition(b"\n")
+        if not found:
+            begun.append(data)
+            continue
+        line = b"".join((*begun, head))
+        yield at_ns, (line.removeprefix(BOM) if first else line).rstrip(b"\r")
+        first = False
+        *lines, last = rest.split(b"\n")
+        for line in lines:
+            yield at_ns, line.rstrip(b"\r")
+        begun = [last] if last else []
+    if begun:
+        line = b"".join(begun).rstrip(b"\r")
+        line = line.removeprefix(BOM) if first else line
+        if line.startswith(b"{") or (whole and _complete(line)):
+            yield at_ns, line
+
+
+def _complete(line: bytes) -> bool:
+    """Whether a line that nothing follows is one: an answer may be torn anywhere."""
+    payload = line.removeprefix(b"data:").strip()
+    if payload == b"[DONE]":
+        return True
+    try:
+        parse(payload)
+    except ValueError:
+        return False
+    return line.startswith(b"data:")
 
 
 def _event(at_ns: int, payload: bytes) -> Event:
@@ -191,29 +235,36 @@ def _event(at_ns: int, payload: bytes) -> Event:
         raise MalformedStream(f"an event is not JSON: {_excerpt(payload)}") from error
     if not isinstance(data, dict):
         raise MalformedStream(f"an event is not an object: {_excerpt(payload)}")
-    if data.get("error"):
+    if data.get("error") or data.get("object") == "error":
         raise MalformedStream(f"the server reported an error in the stream: {_excerpt(payload)}")
     choices = data.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    if choice.get("index") or (isinstance(choices, list) and len(choices) > 1):
+        raise MalformedStream(f"more than the one answer that was asked for: {_excerpt(payload)}")
     delta = choice.get("delta")
     text = ""
     if isinstance(delta, dict):
         text = "".join(value for key in TEXT_FIELDS if isinstance(value := delta.get(key), str))
     finish = choice.get("finish_reason")
     usage = data.get("usage")
-    tokens, prompt_tokens = _usage(usage) if isinstance(usage, dict) else (None, None)
-    return Event(at_ns, text, tokens, finish if isinstance(finish, str) else None, prompt_tokens)
+    tokens, prompt_tokens, cached = _usage(usage) if isinstance(usage, dict) else (None, None, None)
+    return Event(at_ns, text, tokens, finish if isinstance(finish, str) else None, prompt_tokens, cached)
 
 
-def _usage(usage: dict[str, Any]) -> tuple[int | None, int | None]:
+def _usage(usage: dict[str, Any]) -> tuple[int | None, int | None, int | None]:
     try:
         tokens = count(usage.get("completion_tokens"))
     except ValueError as error:
         raise MalformedStream(f"usage.completion_tokens {error}") from error
+    details = usage.get("prompt_tokens_details")
     try:
-        return tokens, count(usage.get("prompt_tokens"))
-    except ValueError:
-        return tokens, None
+        return (
+            tokens,
+            count(usage.get("prompt_tokens")),
+            count(details.get("cached_tokens") if isinstance(details, dict) else None),
+        )
+    except ValueError:  # nothing is made of what is no count
+        return tokens, None, None
 
 
 def _excerpt(data: bytes, limit: int = 200) -> str:

@@ -222,7 +222,7 @@ def _quality(exported: Exported, run: Measured, recorded: Answers | None, found:
     if run.answers is None:
         found.unknown.append(f"the answers: {run.no_answers or 'not asked for on a virtual clock'}")
         return None
-    if len(run.answers.texts) != len(recorded.texts):
+    if len(run.answers.texts) != len(recorded.texts) or run.answers.asked != recorded.asked:
         found.unknown.append("the answers: the gate's prompts are not those of the study any more")
         return None
     verdict = compare(exported.provenance.candidate, run.judged or recorded, run.answers)
@@ -266,12 +266,12 @@ def _is_here(url: str) -> bool:
 
 
 def _probe(space: Space, recorded: Answers | None) -> HttpProbe | None:
-    from tuner.study.session import quality_prompts
+    from tuner.study.session import quality_probe
     from tuner.study.simulated_world import virtual
 
     if recorded is None or virtual(space):
         return None
-    return HttpProbe(quality_prompts(space), space.quality.max_tokens, api_key(space))
+    return quality_probe(space)
 
 
 # -- the start ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ SERIES_SD_FLOOR = 0.01
 to launch, which is about as large."""
 
 PAIR_SD_FLOOR = 0.003
-"""Least SD when it comes from pairs: two that happen to agree do not make a quiet machine."""
+"""Least SD when it comes from pairs: some that happen to agree make neither a quiet machine nor an interval of no
+width."""
 
 BATCH_S = 2
 """Seconds per batch: neighbouring seconds are correlated, so that each of them alone counts too much."""
@@ -35,31 +36,33 @@ class Interval:
     high: float
 
 
-def t_interval(log_ratios: Sequence[float], confidence: float) -> Interval:
-    """Student's interval of the mean, n - 1 degrees of freedom. Needs two values or more.
+def t_interval(log_ratios: Sequence[float], confidence: float, *, least_sd: float = 0.0) -> Interval:
+    """Student's interval of the mean, n - 1 degrees of freedom. Needs two values or more, all of them finite.
 
     The ratio of two throughputs has no natural direction and multiplies, hence logs (Kalibera and Jones 2013).
     """
     from scipy import stats
 
     data = np.asarray(log_ratios, dtype=float)
-    if data.size < 2:
-        raise ValueError("an interval needs at least two values")
+    if data.size < 2 or not np.isfinite(data).all():
+        raise ValueError("an interval needs at least two values, and numbers only")
     mean = float(data.mean())
-    half = float(stats.t.ppf(0.5 + confidence / 2, data.size - 1) * data.std(ddof=1) / math.sqrt(data.size))
+    sd = max(float(data.std(ddof=1)), least_sd)
+    half = float(stats.t.ppf(0.5 + confidence / 2, data.size - 1)) * sd / math.sqrt(data.size)
     return Interval(mean, mean - half, mean + half)
 
 
 def p_above(log_ratios: Sequence[float], threshold: float) -> float:
-    """One-sided p-value of the hypothesis that the mean is at most `threshold`; 1 under `MIN_PAIRS` values."""
+    """One-sided p-value of the hypothesis that the mean is at most `threshold`; 1 under `MIN_PAIRS` values.
+
+    They are taken to spread by `PAIR_SD_FLOOR` at least.
+    """
     from scipy import stats
 
     data = np.asarray(log_ratios, dtype=float)
     if data.size < MIN_PAIRS:
         return 1.0
-    sd = float(data.std(ddof=1))
-    if sd == 0.0:
-        return 0.0 if data.mean() > threshold else 1.0
+    sd = max(float(data.std(ddof=1)), PAIR_SD_FLOOR)
     t = (float(data.mean()) - threshold) * math.sqrt(data.size) / sd
     return float(stats.t.sf(t, data.size - 1))
 

@@ -14,7 +14,8 @@ def front(candidates: Mapping[str, Verdicts]) -> tuple[str, ...]:
     """The candidates that are not dominated; the baseline (every speed-up 1) takes part as "".
 
     One dominates another when it is at least as fast at every level, and at one of them the intervals do not overlap:
-    a difference within noise is no reason to leave anybody out.
+    a difference within noise is no reason to leave anybody out. Who was not measured at a level of the other's
+    dominates nobody there.
     """
     base = {
         level: Verdict("", level, 0, 1.0, 1.0, 1.0, verdict.confidence, "equivalent", None)
@@ -30,8 +31,12 @@ def front(candidates: Mapping[str, Verdicts]) -> tuple[str, ...]:
 
 
 def _dominates(one: Verdicts, other: Verdicts) -> bool:
-    levels = one.keys() & other.keys()
-    if not levels or any((one[level].speedup or 0.0) < (other[level].speedup or 0.0) for level in levels):
+    levels = other.keys()
+    if (
+        not levels
+        or not levels <= one.keys()
+        or any((one[level].speedup or 0.0) < (other[level].speedup or 0.0) for level in levels)
+    ):
         return False
     return any(_apart(one[level], other[level]) for level in levels)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from statistics import fmean, median
 from typing import Any, Literal
 
@@ -26,6 +27,11 @@ MIN_SPOKEN = 0.5
 """Share of prompts that must have been answered with something for equal answers to mean anything."""
 
 MAX_LENGTH_SHIFT = 0.25
+LEAST_ALIKE = 0.7
+"""Cosine of the counts of letter pairs of the answers that differ. Answers of one language to the same prompts have
+0.85 and more, of two languages less than this."""
+
+ALIKE_NEEDS_LETTERS = 400
 MAX_REPEATING = 0.1
 """Share of answers, beyond the baseline's, that repeat themselves."""
 
@@ -38,12 +44,13 @@ REPEATING = 0.5
 class Answers:
     """Answers to the same prompts, in their order. `likelihoods` are those that the baseline's server gave them.
 
-    `unknown` says why there are none, where there are none.
+    `unknown` says why there are none, where there are none. `asked` tells prompts apart; "": not known.
     """
 
     texts: tuple[str, ...]
     likelihoods: tuple[Likelihood, ...] = ()
     unknown: str = ""
+    asked: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` reverses it."""
@@ -51,7 +58,8 @@ class Answers:
             {"offsets": list(one.offsets), "chosen": list(one.chosen), "best": list(one.best)}
             for one in self.likelihoods
         ]
-        return {"texts": list(self.texts), "likelihoods": likelihoods, "unknown": self.unknown}
+        found = {"texts": list(self.texts), "likelihoods": likelihoods, "unknown": self.unknown}
+        return {**found, "asked": self.asked} if self.asked else found
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Answers:
@@ -59,7 +67,7 @@ class Answers:
         likelihoods = tuple(
             Likelihood(tuple(one["offsets"]), tuple(one["chosen"]), tuple(one["best"])) for one in data["likelihoods"]
         )
-        return cls(tuple(data["texts"]), likelihoods, str(data["unknown"]))
+        return cls(tuple(data["texts"]), likelihoods, str(data["unknown"]), str(data.get("asked", "")))
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,8 @@ class Quality:
     `different`: more than that. `unknown`: they differ, and there are no likelihoods to say how, or there are hardly
     any answers.
     `divergence` is the median character at which answers part, `far` how many part at no near tie, `loss` in nats a
-    token (positive: less likely than the baseline's own), `length_ratio` of mean words.
+    token (positive: less likely than the baseline's own), `length_ratio` of mean words. An answer that ends where the
+    baseline's goes on parts at no near tie: rounding ends one now and then, and not many.
     """
 
     candidate_id: str
@@ -110,11 +119,10 @@ class Quality:
 
 
 def compare(candidate_id: str, baseline: Answers, candidate: Answers) -> Quality:
-    """The verdict on a candidate's answers; both must be to the same prompts.
-
-    Raises:
-        ValueError: there are more answers on one side.
-    """
+    """The verdict on a candidate's answers; both must be to the same prompts."""
+    if len(baseline.texts) != len(candidate.texts) or baseline.asked != candidate.asked:
+        why = "the two sides were asked other prompts, by another version"
+        return Quality(candidate_id, len(candidate.texts), 0, "unknown", why)
     pairs = list(zip(baseline.texts, candidate.texts, strict=True))
     exact = sum(a == b for a, b in pairs)
     count = len(pairs)
@@ -133,16 +141,23 @@ def compare(candidate_id: str, baseline: Answers, candidate: Answers) -> Quality
         wrong.append(f"they are {length_ratio:.2f} times as long")
     if repeating > MAX_REPEATING:
         wrong.append(f"{100 * repeating:.0f} % more of them repeat themselves")
+    most = max(1, math.floor(MAX_FAR * count))
+    cut = [_ends_early(a, b) for a, b in pairs]
+    if sum(cut) > most:
+        wrong.append(f"{sum(cut)} of {count} end where the baseline's go on")
+    alike = _alike([a for a, b in pairs if a != b], [b for a, b in pairs if a != b])
+    if alike is not None and alike < LEAST_ALIKE:
+        wrong.append(f"they are in another language or script (letters alike by {alike:.2f})")
     far, loss = None, None
     if len(candidate.likelihoods) == len(baseline.likelihoods) == count:
-        far = sum(_is_far(a, b, candidate.likelihoods[i]) for i, (a, b) in enumerate(pairs) if a != b)
+        far = sum(cut[i] or _is_far(a, b, candidate.likelihoods[i]) for i, (a, b) in enumerate(pairs) if a != b)
         losses = [
             own.mean - other.mean
             for own, other in zip(baseline.likelihoods, candidate.likelihoods, strict=True)
             if own.mean is not None and other.mean is not None
         ]
         loss = fmean(losses) if losses else None
-        if far > max(1, math.floor(MAX_FAR * count)):
+        if far > most:
             wrong.append(f"{far} of {count} leave the baseline's at a token that was no near tie")
         if loss is not None and loss > MAX_LOSS:
             wrong.append(f"to the baseline they are less likely by {loss:.2f} nats a token than its own")
@@ -171,6 +186,29 @@ def _parting(a: str, b: str) -> int:
 def _is_far(baseline: str, candidate: str, likelihood: Likelihood) -> bool:
     gap = likelihood.gap_at(_parting(baseline, candidate))
     return gap is not None and gap > NEAR_TIE
+
+
+def _ends_early(baseline: str, candidate: str) -> bool:
+    """Whether an answer is the beginning of the baseline's."""
+    return baseline.startswith(candidate.rstrip()) and len(candidate.rstrip()) < len(baseline.rstrip())
+
+
+def _alike(ours: Sequence[str], theirs: Sequence[str]) -> float | None:
+    """How alike two sets of texts are written; None where they hold too few letters to tell."""
+    counts = [_letter_pairs(" ".join(texts)) for texts in (ours, theirs)]
+    if min(count.total() for count in counts) < ALIKE_NEEDS_LETTERS:
+        return None
+    one, other = counts
+    product = sum(count * other[pair] for pair, count in one.items())
+    return product / math.sqrt(sum(x * x for x in one.values()) * sum(x * x for x in other.values()))
+
+
+def _letter_pairs(text: str) -> Counter[str]:
+    """Pairs of neighbouring letters, the edges of words among them."""
+    found: Counter[str] = Counter()
+    for word in re.findall(r"[^\W\d_]+", text.lower()):
+        found.update(a + b for a, b in pairwise(f" {word} "))
+    return found
 
 
 def _repeating(texts: Sequence[str]) -> float:

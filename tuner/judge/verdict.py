@@ -7,13 +7,16 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
-from tuner.judge.intervals import ALPHA, MIN_PAIRS, detectable_effect, p_above, pair_sd, t_interval
+from tuner.judge.intervals import ALPHA, MIN_PAIRS, PAIR_SD_FLOOR, detectable_effect, p_above, pair_sd, t_interval
 from tuner.records import Pair, Verdict
 
 PRACTICAL = 0.01
 """A gain up to this is not worth a change: "better" needs the whole interval above it."""
 
 EQUIVALENT = (0.98, 1.02)
+
+MOST = 700.0
+"""Of a log ratio: above it there is no number."""
 
 Series = tuple[Sequence[float], Sequence[float]]
 Key = TypeVar("Key", bound=Hashable)
@@ -34,21 +37,28 @@ def verdict(
     what `MIN_PAIRS` of them would have shown.
     """
     n = len(log_ratios)
+    if not all(map(math.isfinite, log_ratios)):
+        raise ValueError(f"log ratios of {candidate_id} that are no numbers")
     if n == 0:
         return Verdict(candidate_id, concurrency, 0, None, None, None, confidence, "not separated", None)
     mean = sum(log_ratios) / n
     seen = detectable_gain(pair_sd(log_ratios, series), max(n, MIN_PAIRS), confidence)
     if n < MIN_PAIRS:
-        return Verdict(candidate_id, concurrency, n, math.exp(mean), None, None, confidence, "not separated", seen)
-    interval = t_interval(log_ratios, confidence)
-    low, high = math.exp(interval.low), math.exp(interval.high)
+        return Verdict(candidate_id, concurrency, n, _ratio(mean), None, None, confidence, "not separated", seen)
+    interval = t_interval(log_ratios, confidence, least_sd=PAIR_SD_FLOOR)
+    low, high = _ratio(interval.low), _ratio(interval.high)
     outcome = _outcome(low, high)
-    return Verdict(candidate_id, concurrency, n, math.exp(mean), low, high, confidence, outcome, seen)
+    return Verdict(candidate_id, concurrency, n, _ratio(mean), low, high, confidence, outcome, seen)
 
 
 def detectable_gain(sd: float, n: int, confidence: float = 1 - ALPHA) -> float:
     """The relative gain that `n` pairs with this SD would call better with probability 80 %."""
-    return math.exp(math.log1p(PRACTICAL) + detectable_effect(sd, n, alpha=1 - confidence)) - 1
+    return _ratio(math.log1p(PRACTICAL) + detectable_effect(sd, n, alpha=1 - confidence)) - 1
+
+
+def _ratio(log: float) -> float:
+    """The ratio of a log ratio, as far as numbers go."""
+    return math.exp(min(log, MOST))
 
 
 def _outcome(low: float, high: float) -> Literal["better", "worse", "equivalent", "not separated"]:

@@ -272,10 +272,12 @@ class Checker:
         if kind == "pareto" and len(levels) < 2:
             self.report((*path, "maximize"), "pareto weighs levels against one another, and there is only one")
         guard, slo = objective.guard, objective.slo
-        limit, allowed = guard.ttft_p90_ms, slo.ttft_ms if slo is not None else None
-        if limit is not None and allowed is not None and limit < allowed:
-            said = f"{limit:g} at every level contradicts slo.ttft_ms {allowed:g}, which allows more"
-            self.report((*path, "guard", "ttft_p90_ms"), f"{said}; keep one of them")
+        for name in ("ttft", "tpot"):
+            limit = getattr(guard, f"{name}_p90_ms")
+            allowed = getattr(slo, f"{name}_ms") if slo is not None else None
+            if limit is not None and allowed is not None and limit < allowed:
+                said = f"{limit:g} at every level contradicts slo.{name}_ms {allowed:g}, which allows more"
+                self.report((*path, "guard", f"{name}_p90_ms"), f"{said}; keep one of them")
         if guard.min_speedup is not None and guard.min_speedup > MOST_SPEEDUP:
             said = f"{guard.min_speedup:g} at every level: no setting makes a server so much faster"
             self.report((*path, "guard", "min_speedup"), f"{said}; 0.97 means to lose at most 3 % anywhere")

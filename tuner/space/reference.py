@@ -64,6 +64,7 @@ ABOUT: Mapping[str, str] = {
     "objective.guard": "what a winner may not give up, at any level",
     "objective.guard.min_speedup": "the least change of throughput, as a ratio to the baseline",
     "objective.guard.ttft_p90_ms": "the longest time to the first token, p90",
+    "objective.guard.tpot_p90_ms": "the longest time for each further token of a stream, p90",
     "objective.concurrency": "the one level that counts, where the objective is of one",
     "objective.slo": "what nine in ten requests must keep, for `goodput`",
     "objective.slo.ttft_ms": "time to the first token",

@@ -222,10 +222,12 @@ class RuleSection(Section):
 
 
 class GuardSection(Section):
-    """What a winner may not give up: the least speed-up at any level, the longest p90 time to the first token."""
+    """What a winner may not give up at any level: the least speed-up, the longest p90 times to the first token and for
+    each further one."""
 
     min_speedup: PositiveNumber | None = 0.97
     ttft_p90_ms: PositiveNumber | None = None
+    tpot_p90_ms: PositiveNumber | None = None
 
 
 class SloSection(Section):
@@ -298,14 +300,15 @@ class SimulationSection(Section):
 
 
 class QualitySection(Section):
-    """How answers are held against the baseline's in the confirmation: so many held-out prompts, greedy.
+    """How answers are held against the baseline's in the confirmation: so many held-out prompts, greedy, one at a time
+    and then as many at once as the highest level of concurrency has.
 
     A candidate that answers otherwise than rounding explains, or that is lossy by its settings, wins only with
     `allow_lossy`. `check_command` gets the answers as JSON on its standard input and objects by a status other than 0.
     """
 
     prompts: Annotated[Whole, Field(ge=0), _at_most(1000)] = 8
-    max_tokens: Annotated[PositiveWhole, _at_most(4096)] = 32
+    max_tokens: Annotated[PositiveWhole, _at_most(4096)] = 64
     allow_lossy: bool = False
     check_command: Annotated[list[Text], Field(min_length=1)] | None = None
 

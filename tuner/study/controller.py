@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ from tuner.study.canary import NOTHING, Proofs, in_proof, nearest_ones, next_can
 from tuner.study.crashes import CrashesSeen, CrashMemory, crashes_seen, most_crashes
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData, StudyState
 from tuner.study.database import finite, storage_problem
-from tuner.study.decide import recommendation, verdicts_of
+from tuner.study.decide import compared, recommendation, verdicts_of
 from tuner.study.effect import Effects
 from tuner.study.engine import (
     StudyEngine,
@@ -66,7 +66,7 @@ from tuner.study.planner import (
 from tuner.study.policy import Policy
 from tuner.study.probe import NoAnswer, Probe, check
 from tuner.study.progress import Event, Observer, Silent
-from tuner.study.quality import ANSWERS, JUDGED, VETO, wanted
+from tuner.study.quality import ANSWERS, COMPARED, JUDGED, VETO, wanted
 from tuner.study.quality import verdicts as quality_verdicts
 from tuner.study.sampler import PATIENCE, Proposal, Proposer, draw_untried, proposal_of
 from tuner.study.schedule import scheduled
@@ -946,6 +946,9 @@ class Controller:
         data = self.store.data()
         for candidate, found in quality_verdicts(data).items():
             self.store.put_quality(candidate, "verdict", data.launches[-1].id, found.to_dict())
+        for candidate, levels in compared(data).items():
+            facts = {str(level): [asdict(gate) for gate in gates] for level, gates in levels.items()}
+            self.store.put_quality(candidate, COMPARED, data.launches[-1].id, facts)
         self.store.finish(verdicts_of(recommendation(data)), reason)
         self._say("done", f"the search has ended: {reason}")
         data = self.store.data()

@@ -244,8 +244,10 @@ class StudyData:
 
     @property
     def simulated(self) -> bool:
-        """Whether any launch was of a simulated server."""
-        return any(launch.record is not None and launch.record.simulated for launch in self.launches)
+        """Whether any launch was of a simulated server, or will be."""
+        return self.space.kind == "simulated" or any(
+            launch.record is not None and launch.record.simulated for launch in self.launches
+        )
 
     @property
     def elapsed_s(self) -> float:
@@ -271,6 +273,17 @@ class StudyData:
         for stored in sorted(self.blocks.values(), key=lambda stored: stored.order):
             found.setdefault(stored.launch_id, []).append(stored)
         return {launch: tuple(blocks) for launch, blocks in found.items()}
+
+    @cached_property
+    def baseline_turns(self) -> Mapping[tuple[str, int], tuple[StoredBlock, ...]]:
+        """The baseline's valid blocks of the search on launches of this study, by place and level, in order of time."""
+        found: dict[tuple[str, int], list[StoredBlock]] = {}
+        for stored in sorted(self.blocks.values(), key=lambda stored: stored.block.started_at):
+            launch = self.launch[stored.launch_id]
+            mine = stored.candidate_id == self.baseline.id and stored.role == "screen" and launch.state != "imported"
+            if mine and stored.block.valid and stored.block.tokens_per_s > 0:
+                found.setdefault((launch.place, stored.concurrency), []).append(stored)
+        return {key: tuple(blocks) for key, blocks in found.items()}
 
     @cached_property
     def changed_to(self) -> Mapping[Slot, tuple[Reconfiguration, ...]]:

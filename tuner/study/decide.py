@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
+from tuner.bench.gates import pair_gates
 from tuner.judge.pareto import front
 from tuner.judge.recommend import confirmed_verdicts as judged
 from tuner.judge.recommend import recommend
 from tuner.judge.verdict import overall_log_ratios, verdict
-from tuner.records import Choice, Pair, Recommendation, Verdict
+from tuner.records import Block, Choice, Gate, Pair, Percentiles, Recommendation, Verdict
 from tuner.study.data import StudyData
 from tuner.study.goodput import composites
 from tuner.study.places import place_differences
@@ -25,10 +26,9 @@ def recommendation(data: StudyData) -> Recommendation:
     """The winner per concurrency and overall, or to keep the baseline.
 
     A finalist that failed in confirmation cannot win, however fast it was before; nor can one at a level where it
-    breaks the guard on the time to the first token.
+    breaks a guard on latencies, or was not measured as the baseline was.
     """
     dropped = disqualified(data, policy_of(data))
-    slow = _too_slow_to_answer(data)
     guard = data.space.objective.guard
     found = recommend(
         study=data.name,
@@ -45,9 +45,8 @@ def recommendation(data: StudyData) -> Recommendation:
     )
     notes = [f"Candidate {candidate} failed in confirmation and was left out." for candidate in sorted(dropped)]
     notes += [
-        f"Candidate {candidate} was left out at concurrency {level}: p90 of the time to the first token {ms:.0f} ms, "
-        f"limit {guard.ttft_p90_ms:g} ms."
-        for (candidate, level), ms in sorted(slow.items())
+        f"Candidate {candidate} was left out at concurrency {level}: {why}."
+        for (candidate, level), why in _spoiled(data).items()
     ]
     notes += _baseline_too_slow(data)
     notes += quality_notes(data)
@@ -86,15 +85,16 @@ def _pareto_note(data: StudyData) -> str:
 
 def pareto_set(data: StudyData) -> tuple[str, ...]:
     """The ids of the confirmed candidates, the baseline among them, that no other is better than at every level."""
-    return tuple(one or data.baseline.id for one in front(level_verdicts(data)))
+    spoiled = {candidate for candidate, _ in _spoiled(data)}
+    found = {one: levels for one, levels in level_verdicts(data).items() if one not in spoiled}
+    return tuple(one or data.baseline.id for one in front(found))
 
 
 def level_verdicts(data: StudyData) -> dict[str, dict[int, Verdict]]:
     """Candidate → level → what its confirmation pairs say there; of those that could be deployed."""
     ratios: dict[str, dict[int, list[float]]] = {}
-    dropped = disqualified(data, policy_of(data)) | refused(data).keys()
-    for pair in data.pairs:
-        if pair.role == "confirm" and pair.candidate_id not in dropped:
+    for pair in _eligible(data):
+        if pair.role == "confirm":
             ratios.setdefault(pair.candidate_id, {}).setdefault(pair.concurrency, []).append(pair.log_ratio)
     return {c: {at: verdict(c, at, some) for at, some in sorted(levels.items())} for c, levels in ratios.items()}
 
@@ -120,42 +120,92 @@ def confirmed_verdicts(data: StudyData) -> tuple[Verdict, ...]:
 def _eligible(data: StudyData) -> list[Pair]:
     """The pairs without those of confirmations that cannot win."""
     out = disqualified(data, policy_of(data)) | refused(data).keys()
-    slow = _too_slow_to_answer(data)
+    spoiled = _spoiled(data)
     return [
         pair
         for pair in data.pairs
-        if pair.role != "confirm" or not (pair.candidate_id in out or (pair.candidate_id, pair.concurrency) in slow)
+        if pair.role != "confirm" or not (pair.candidate_id in out or (pair.candidate_id, pair.concurrency) in spoiled)
     ]
 
 
-def _too_slow_to_answer(data: StudyData) -> dict[tuple[str, int], float]:
-    limit = data.space.objective.guard.ttft_p90_ms
-    if limit is None:
-        return {}
-    seen: dict[tuple[str, int], list[float]] = {}
+@dataclass(frozen=True)
+class _Guard:
+    """A latency that may not exceed a limit at any level: its key in the space file, and what it is called."""
+
+    key: str
+    said: str
+    limit_ms: float
+    of: Callable[[Block], Percentiles]
+
+
+def _guards(data: StudyData) -> list[_Guard]:
+    guard = data.space.objective.guard
+    found = [
+        ("ttft_p90_ms", "the time to the first token", guard.ttft_p90_ms, lambda block: block.ttft_ms),
+        ("tpot_p90_ms", "the time for each further token", guard.tpot_p90_ms, lambda block: block.tpot_ms),
+    ]
+    return [_Guard(key, said, limit, of) for key, said, limit, of in found if limit is not None]
+
+
+def compared(data: StudyData) -> dict[str, dict[int, tuple[Gate, ...]]]:
+    """Candidate → level → the gates between its blocks of the confirmation and the baseline's, where there are any."""
+    found: dict[str, dict[int, tuple[Gate, ...]]] = {}
+    for (candidate, level), sides in sorted(_sides(data).items()):
+        if gates := pair_gates(*sides):
+            found.setdefault(candidate, {})[level] = gates
+    return found
+
+
+def _sides(data: StudyData) -> dict[tuple[str, int], tuple[list[Block], list[Block]]]:
+    """(candidate, level) → the baseline's blocks of its pairs in the confirmation, and its own."""
+    sides: dict[tuple[str, int], tuple[list[Block], list[Block]]] = {}
     for pair in data.pairs:
-        p90 = data.blocks[pair.candidate_block].block.ttft_ms.p90
-        if pair.role == "confirm" and p90 is not None:
-            seen.setdefault((pair.candidate_id, pair.concurrency), []).append(p90)
-    return {key: median(values) for key, values in seen.items() if median(values) > limit}
+        if pair.role == "confirm":
+            baseline, mine = sides.setdefault((pair.candidate_id, pair.concurrency), ([], []))
+            baseline.append(data.blocks[pair.baseline_block].block)
+            mine.append(data.blocks[pair.candidate_block].block)
+    return sides
+
+
+def _spoiled(data: StudyData) -> dict[tuple[str, int], str]:
+    """(candidate, level) → why its pairs of the confirmation do not count there: a latency breaks a guard, or the two
+    sides were not measured alike."""
+    gates = compared(data)
+    found = {}
+    for (candidate, level), (_, mine) in sorted(_sides(data).items()):
+        why = [
+            f"p90 of {guard.said} {_p90(guard, mine):.4g} ms, limit {guard.limit_ms:g} ms"
+            for guard in _guards(data)
+            if _p90(guard, mine) > guard.limit_ms
+        ]
+        why += [
+            f"{gate.name} {gate.value:.3f}, limit {gate.limit:g} ({gate.detail})"
+            for gate in gates.get(candidate, {}).get(level, ())
+            if not gate.ok
+        ]
+        if why:
+            found[candidate, level] = "; ".join(why)
+    return found
+
+
+def _p90(guard: _Guard, blocks: Sequence[Block]) -> float:
+    """The median over blocks; 0 where none tells."""
+    told = [p90 for block in blocks if (p90 := guard.of(block).p90) is not None]
+    return median(told) if told else 0.0
 
 
 def _baseline_too_slow(data: StudyData) -> list[str]:
-    """What the user should know where plain decoding breaks the guard too: no candidate has to."""
-    limit = data.space.objective.guard.ttft_p90_ms
-    if limit is None:
-        return []
-    seen: dict[int, list[float]] = {}
+    """What the user should know where plain decoding breaks a guard too: no candidate has to."""
+    mine: dict[int, list[Block]] = {}
     for stored in data.blocks.values():
-        p90 = stored.block.ttft_ms.p90
-        if stored.candidate_id == data.baseline.id and stored.block.valid and p90 is not None:
-            seen.setdefault(stored.block.concurrency, []).append(p90)
+        if stored.candidate_id == data.baseline.id and stored.block.valid:
+            mine.setdefault(stored.block.concurrency, []).append(stored.block)
     return [
-        f"The baseline itself breaks the guard at concurrency {level}: p90 of the time to the first token "
-        f"{median(values):.0f} ms, limit {limit:g} ms. If no candidate keeps it either, raise ttft_p90_ms or leave "
-        f"that load out."
-        for level, values in sorted(seen.items())
-        if median(values) > limit
+        f"The baseline itself breaks the guard at concurrency {level}: p90 of {guard.said} {_p90(guard, blocks):.4g} "
+        f"ms, limit {guard.limit_ms:g} ms. If no candidate keeps it either, raise {guard.key} or leave that load out."
+        for guard in _guards(data)
+        for level, blocks in sorted(mine.items())
+        if _p90(guard, blocks) > guard.limit_ms
     ]
 
 

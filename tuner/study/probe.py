@@ -7,13 +7,15 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol
 
 import httpx
 
 from tuner.ask import ask
 from tuner.judge.quality import Answers, Likelihood
-from tuner.records import LaunchRecord
+from tuner.records import LaunchRecord, short_hash
 
 TIMEOUT_S = 120.0
 CHECK_TIMEOUT_S = 600.0
@@ -34,39 +36,52 @@ class Probe(Protocol):
 
 
 class HttpProbe:
-    """A `Probe` of real servers. Prompts go one after the other, so that batches cannot differ.
+    """A `Probe` of real servers. Prompts go one after the other, so that batches cannot differ; then `together` of
+    them at once, over again where they do not suffice, for some settings do harm under load alone.
 
     A server must answer `/v1/completions` with `echo` and `logprobs` for likelihoods (the bundled engine and vLLM do);
     without them the gate falls back on the texts alone.
     """
 
-    def __init__(self, prompts: Sequence[str], max_tokens: int, key: str | None = None) -> None:
-        self._prompts = tuple(prompts)
+    def __init__(self, prompts: Sequence[str], max_tokens: int, key: str | None = None, *, together: int = 0) -> None:
+        self._alone = tuple(prompts)
+        self._together = tuple(prompts[i % len(prompts)] for i in range(together if prompts else 0))
+        self._prompts = self._alone + self._together
         self._max_tokens = max_tokens
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def answers(self, record: LaunchRecord) -> Answers:
         """See `Probe.answers`."""
-        texts = []
-        for prompt in self._prompts:
-            body = {"prompt": prompt, "max_tokens": self._max_tokens, "temperature": 0, "seed": 0}
-            texts.append(_text(self._ask(record, body)))
-        return Answers(tuple(texts))
+        texts = [self._answer(record, prompt) for prompt in self._alone]
+        if self._together:
+            with ThreadPoolExecutor(len(self._together)) as pool:
+                texts += pool.map(lambda prompt: self._answer(record, prompt), self._together)
+        return Answers(tuple(texts), asked=short_hash([self._max_tokens, len(self._together), *self._prompts]))
+
+    def _answer(self, record: LaunchRecord, prompt: str) -> str:
+        body = {"prompt": prompt, "max_tokens": self._max_tokens, "temperature": 0, "seed": 0}
+        return _text(self._ask(record, body))
 
     def judged(self, record: LaunchRecord, answers: Answers) -> Answers:
         """See `Probe.judged`."""
-        found = []
+        if len(answers.texts) != len(self._prompts):
+            return replace(answers, unknown="they are answers to other prompts, that another version asked")
+        known: dict[tuple[str, str], Likelihood] = {}
         try:
             for prompt, text in zip(self._prompts, answers.texts, strict=True):
+                if (prompt, text) in known:
+                    continue
                 body = {"prompt": prompt + text, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
                 try:
                     reply = self._ask(record, body)
                 except NoAnswer:
                     reply = self._ask(record, {**body, "max_tokens": 1})  # some want to make a token at least
-                found.append(_likelihood(reply, len(prompt), len(prompt) + len(text)))
+                known[prompt, text] = _likelihood(reply, len(prompt), len(prompt) + len(text))
         except NoAnswer as error:
-            return Answers(answers.texts, (), f"the server gives no prompt log-probabilities ({error})")
-        return Answers(answers.texts, tuple(found))
+            why = f"the server gives no prompt log-probabilities ({error})"
+            return replace(answers, likelihoods=(), unknown=why)
+        asked = zip(self._prompts, answers.texts, strict=True)
+        return replace(answers, likelihoods=tuple(known[each] for each in asked), unknown="")
 
     def _ask(self, record: LaunchRecord, body: Mapping[str, Any]) -> dict[str, Any]:
         url = f"{record.base_url}/v1/completions"

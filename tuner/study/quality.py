@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from tuner.judge.quality import Answers, Quality, compare, lossy_settings
 from tuner.study.data import Slot, StudyData
 
-ANSWERS, JUDGED, VETO = "answers", "judged", "veto"
+ANSWERS, JUDGED, VETO, COMPARED = "answers", "judged", "veto", "compared"
 """Kinds of stored facts: a candidate's answers; the same with the baseline's likelihoods; the user's check's objection,
-"" where it has none."""
+"" where it has none; the gates between its blocks and the baseline's, by level."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def verdicts(data: StudyData) -> dict[str, Quality]:
     found = {}
     for candidate in sorted({candidate for candidate, _ in data.quality} - {data.baseline.id}):
         answers = _known(data, candidate)
-        if baseline is not None and answers is not None and len(baseline.texts) == len(answers.texts):
+        if baseline is not None and answers is not None:
             found[candidate] = compare(candidate, baseline, answers)
     return found
 

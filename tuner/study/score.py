@@ -98,7 +98,7 @@ def _pairs(slot: Slot, blocks: Iterable[tuple[StoredBlock | None, StoredBlock | 
 
 def log_ratio(baseline: Block, candidate: Block) -> float | None:
     """ln(candidate / baseline) of tokens per second; None when either has none, which no gate lets through."""
-    if baseline.tokens_per_s <= 0 or candidate.tokens_per_s <= 0:
+    if not (0 < baseline.tokens_per_s < math.inf and 0 < candidate.tokens_per_s < math.inf):
         return None
     return math.log(candidate.tokens_per_s / baseline.tokens_per_s)
 
@@ -150,11 +150,14 @@ def score(data: StudyData, candidate_id: str) -> Score:
     guard = data.space.objective.guard
     if guard.min_speedup is not None:
         constraints["min_speedup"] = guard.min_speedup - math.exp(min(ratios.values()))
+    # Of a level's blocks the one of the longest window: a short look sees too few first tokens.
+    last = {pair.concurrency: data.blocks[pair.candidate_block].block for pair in pairs}
     if guard.ttft_p90_ms is not None:
-        # Of a level's blocks the one of the longest window: a short look sees too few first tokens.
-        last = {pair.concurrency: data.blocks[pair.candidate_block] for pair in pairs}
-        blocks = list(last.values())
-        constraints["ttft_p90"] = max(_ttft_excess(stored, guard.ttft_p90_ms) for stored in blocks)
+        limit = guard.ttft_p90_ms
+        constraints["ttft_p90"] = max(_excess(block.ttft_ms.p90, limit) for block in last.values())
+    if guard.tpot_p90_ms is not None:
+        limit = guard.tpot_p90_ms
+        constraints["tpot_p90"] = max(_excess(block.tpot_ms.p90, limit) for block in last.values())
     return Score(value, constraints, ratios)
 
 
@@ -169,7 +172,6 @@ def level_ratios(data: StudyData, candidate_id: str) -> dict[int, float]:
     return {level: sums[level] / seconds[level] for level in sums}
 
 
-def _ttft_excess(stored: StoredBlock, limit_ms: float) -> float:
-    """How far p90 of the time to the first token is over the limit, relative; unknown counts as at the limit."""
-    p90 = stored.block.ttft_ms.p90
+def _excess(p90: float | None, limit_ms: float) -> float:
+    """How far the 90th percentile of a latency is over the limit, relative; unknown counts as at the limit."""
     return p90 / limit_ms - 1 if p90 is not None else 0.0

@@ -405,7 +405,7 @@ def run_study(
     before = store.data()
     space = before.space
     interrupts = Interrupts()
-    probe = _probe(space) if world is None and not virtual(space) else None
+    probe = quality_probe(space) if world is None and not virtual(space) else None
     lease_clock = clock or store.clock
     place = place or Place(hostname(), space.devices)
     if world is None and virtual(space):
@@ -466,19 +466,27 @@ def run_study(
     return data
 
 
-def _probe(space: Space) -> HttpProbe:
-    return HttpProbe(quality_prompts(space), space.quality.max_tokens, api_key(space))
+MOST_TOGETHER = 32
+"""Answers of the output-quality gate that are asked for at once, at most."""
+
+
+def quality_probe(space: Space) -> HttpProbe:
+    """What asks the output-quality gate's prompts of a server: alone, and as many at once as the highest level has."""
+    level = max(space.workload.concurrency)
+    together = min(level, MOST_TOGETHER) if level > 1 else 0
+    return HttpProbe(quality_prompts(space), space.quality.max_tokens, api_key(space), together=together)
 
 
 def quality_prompts(space: Space) -> list[str]:
-    """The output-quality gate's prompts: the first held-out ones, as a dialogue that any model goes on with.
+    """The output-quality gate's prompts: held-out ones of every kind in turn, the longest of each kind first, as a
+    dialogue that any model goes on with.
 
     A model's own chat template would be nearer to its use, but only the server knows it, and likelihoods are asked for
     by plain text.
     """
-    from tuner.bench.prompts import load_prompts
+    from tuner.bench.prompts import load_prompts, spread
 
-    prompts = load_prompts(space.workload.prompts, split="held_out")[: space.quality.prompts]
+    prompts = spread(load_prompts(space.workload.prompts, split="held_out"), space.quality.prompts)
     return [f"User: {prompt.text}\n\nAssistant:" for prompt in prompts]
 
 

@@ -1,8 +1,10 @@
-"""What changes of its settings cost a running server, as the baseline's turns on it show. Pure functions of records."""
+"""What a candidate's figure owes to when it was measured: what changes of its settings cost a running server, and what
+drifted between launches, as the baseline's turns show. Pure functions of records."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -37,7 +39,7 @@ def worn(data: StudyData, launch: int) -> bool:
 
 
 def unworn(data: StudyData, candidate_id: str, found: Score) -> Score:
-    """A candidate's score without what wear has added to it or taken from it; the same where no server was worn.
+    """A candidate's score without what wear and drift have added to it or taken from it; the same where neither shows.
 
     It says who is worth confirming. What is told and published stays what was measured.
     """
@@ -59,12 +61,12 @@ def unworn(data: StudyData, candidate_id: str, found: Score) -> Score:
 
 
 def _between(data: StudyData, baseline: StoredBlock, block: StoredBlock) -> float:
-    """What wear has added to a block's log ratio to the baseline's; 0 where both are not of one server that wears.
+    """What wear or drift has added to a block's log ratio to the baseline's; 0 where nothing shows any.
 
     A server on which the baseline had one turn alone wears as others of the study did.
     """
     if baseline.launch_id != block.launch_id:
-        return 0.0
+        return _drift(data, baseline, block)
     turns, level = _turns(data, block.launch_id), block.concurrency
     slope = turns.slope(level)
     if not worn(data, block.launch_id):
@@ -73,6 +75,25 @@ def _between(data: StudyData, baseline: StoredBlock, block: StoredBlock) -> floa
         known = len(turns.rates.get(level, {})) > 1 or not others
         slope = 0.0 if known else math.fsum(others) / len(others)
     return slope * (turns.of_block[block.id] - turns.of_block[baseline.id])
+
+
+def _drift(data: StudyData, baseline: StoredBlock, block: StoredBlock) -> float:
+    """By how much the baseline, on other launches, came to be faster from its block that counts to this one's time.
+
+    In a straight line between its last block before and its first one behind, of the same place; 0 without both.
+    """
+    turns = data.baseline_turns.get((data.launch[block.launch_id].place, block.concurrency), ())
+    place = bisect_right(turns, block.block.started_at, key=lambda stored: stored.block.started_at)
+    if not 0 < place < len(turns):
+        return 0.0
+    before, behind = turns[place - 1], turns[place]
+    share = (_middle(block) - _middle(before)) / (_middle(behind) - _middle(before))
+    expected = (1 - share) * math.log(before.block.tokens_per_s) + share * math.log(behind.block.tokens_per_s)
+    return expected - math.log(baseline.block.tokens_per_s)
+
+
+def _middle(stored: StoredBlock) -> float:
+    return stored.block.started_at + stored.block.window_s / 2
 
 
 def _turns(data: StudyData, launch: int) -> _Turns:

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from dataclasses import fields, replace
+from time import monotonic_ns
 from typing import Any
 
 import uvloop
@@ -22,6 +24,7 @@ class FaultyAnswer(Answer):
         super().__init__(server, connection, body)
         self.spec = spec
         self.fault = spec.get("fault", "")
+        self.held = ""
         self.options = replace(server.options, **{k: v for k, v in spec.items() if k in FIELDS})
         self.limit = min(int(body["max_tokens"]), self.options.length)
         if self.fault == "overrun":
@@ -52,6 +55,8 @@ class FaultyAnswer(Answer):
             if self.spec.get("pings"):
                 self.connection.write_chunk(b": ping\n\n")
             return True
+        if self.fault == "stall_once" and self.server.stalls(int(self.spec["after"]), float(self.spec["for_s"])):
+            return True
         if self.fault == "die" and self.server.tokens >= int(self.spec["after"]):
             os._exit(1)
         if self.fault == "error_event" and self.made >= 5:
@@ -71,7 +76,17 @@ class FaultyAnswer(Answer):
         return more
 
     def event(self, text: str, finish: str | None) -> bytes:
+        if self.fault == "in_one":  # an answer is made as usual, and said at its end
+            self.held += text
+            if finish is None:
+                return b": at work\n\n"
+            text = self.held
         match self.fault:
+            case "tool_calls":
+                call = {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}
+                choice = {"index": 0, "delta": call, "finish_reason": finish}
+                usage = self.usage() if self.options.usage == "continuous" else None
+                return sse({"choices": [choice], "usage": usage})
             case "loop":
                 text = "a-" * 20
             case "empty":
@@ -91,6 +106,8 @@ class FaultyAnswer(Answer):
     def usage(self) -> dict[str, int]:
         if self.fault == "backwards" and self.made % 2:
             return {"completion_tokens": max(0, self.made - 3)}
+        if self.fault == "chunk_usage":
+            return {"completion_tokens": self.options.tokens_per_chunk}
         if self.fault == "counts_twice":
             return {"completion_tokens": 2 * self.made}
         return super().usage()
@@ -103,6 +120,13 @@ class FaultyServer(NullServer):
         self.at_once: list[int] = []
         self.credit = 0.0
         self.seen: set[str] = set()
+        self.stalled_until: int | None = None
+
+    def stalls(self, after: int, for_s: float) -> bool:
+        """Whether it stands still: once, from so many tokens on, for so many seconds."""
+        if self.tokens >= after and self.stalled_until is None:
+            self.stalled_until = monotonic_ns() + int(for_s * 1e9)
+        return self.stalled_until is not None and monotonic_ns() < self.stalled_until
 
     def make_answer(self, connection: Connection, body: dict[str, Any]) -> Answer | None:
         spec = json.loads(body["model"]) if body["model"].startswith("{") else {}
@@ -121,6 +145,14 @@ class FaultyServer(NullServer):
                 connection.reply("200 OK", b'data: {"error": {"message": "device-side assert"}}\n\ndata: [DONE]\n\n')
             else:
                 connection.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4000000000\r\n\r\n" + b" " * (9 << 20))
+            return None
+        if fault == "redirect":
+            connection.write(b"HTTP/1.1 307 Temporary Redirect\r\nLocation: /v2\r\nContent-Length: 0\r\n\r\n")
+            return None
+        if fault == "gzip":
+            data = gzip.compress(sse({"choices": []}))
+            head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(data)
+            connection.write(head + data)
             return None
         if fault == "always_500":
             connection.reply("500 Internal Server Error", b"AttributeError: no attribute 'draft_worker'")
@@ -153,6 +185,7 @@ class FaultyServer(NullServer):
         elif url == "/reset":
             self.log, self.asked, self.at_once = [], [], []
             self.connections = self.tokens = 0
+            self.stalled_until = None
             connection.reply("200 OK", b"{}")
         else:
             super().handle(connection, url, body)

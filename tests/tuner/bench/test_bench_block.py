@@ -161,6 +161,40 @@ def test_twice_the_tokens_asked_for_is_named(server):
     assert outcome.block.tokens == pytest.approx(server_tokens(server, outcome.block), rel=0.02)
 
 
+@pytest.mark.parametrize("usage", ["continuous", "final"])
+def test_answers_that_come_in_one_piece_give_the_right_rate(server, usage):
+    """Nothing comes for a fifth of a second, then forty tokens at once."""
+    outcome = server.measure(
+        {"fault": "in_one", "usage": usage},
+        concurrency=2,
+        max_tokens=40,
+        plan=replace(QUICK, warmup_s=0.5, window_s=1.3, window_cap_s=2.0),
+    )
+    assert failed(outcome) == set()
+    assert outcome.block.tokens == pytest.approx(server_tokens(server, outcome.block), rel=0.02)
+    assert outcome.block.tpot_ms.n == 0
+    assert outcome.block.ttft_ms.p50 == pytest.approx(outcome.block.e2e_ms.p50, rel=0.1)
+
+
+def test_tool_calls_are_output_whose_tokens_count(server):
+    outcome = server.measure({"fault": "tool_calls"})
+    assert failed(outcome) == {"short_output"}  # no text to look at
+    assert outcome.block.tokens == pytest.approx(server_tokens(server, outcome.block), rel=0.02)
+
+
+def test_usage_of_each_chunk_alone_is_no_count(server):
+    outcome = server.measure({"fault": "chunk_usage", "tokens_per_chunk": 2}, max_tokens=32)
+    assert "usage_undercounts" in failed(outcome)
+
+
+@pytest.mark.parametrize(("fault", "words"), [("gzip", "gzip"), ("redirect", "307")])
+def test_what_was_not_asked_for_is_a_named_failure(server, fault, words):
+    outcome = server.measure({"fault": fault})
+    assert outcome.block is None
+    assert outcome.failure.kind == "bad_protocol"
+    assert words in outcome.failure.message
+
+
 def test_empty_one_token_answers_under_load_are_short_output(server):
     assert "short_output" in failed(server.measure({"fault": "short_above", "limit": 3}, concurrency=6))
 

@@ -6,7 +6,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tuner.bench.prompts import Prompt, doubts, load_prompts, shipped_sets
@@ -101,11 +101,83 @@ def test_a_given_split_is_taken_and_otherwise_the_text_decides(tmp_path):
         (['{"messages": [{"role": "assistant", "content": "a"}]}'], "line 1: needs"),
         (['{"prompt": "a", "split": "test"}'], "split 'test' is unknown; valid: tuning, held_out"),
         (['{"prompt": "a", "id": "x"}', '{"prompt": "b", "id": "x"}'], "line 2: id 'x' was already used on line 1"),
+        (['{"prompt": "a", "prompt": "b"}'], "line 1: not JSON that can be used .key 'prompt' is given twice"),
+        (['{"prompt": "\\ud83d"}'], "line 1: its text holds half a character"),
+        (['{"prompt": "a", "id": null}'], "line 1: id null is neither"),
+        (['{"prompt": "a", "id": ["x"]}'], "line 1: id .* is neither"),
+        (['{"prompt": "a", "id": true}'], "line 1: id true is neither"),
+        (['{"prompt": "a", "id": " "}'], "line 1: id ' ' is neither"),
+        (['{"prompt": "a", "kind": 7}'], "line 1: kind 7 is no text"),
+        (['{"prompt": "a", "split": ["tuning"]}'], "line 1: split .* is unknown"),
+        (['{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"], "line 1: not JSON that can be used .nested too deeply"),
+        (['{"prompt": "a", "id": ' + "9" * 10_000 + "}"], "line 1: not JSON that can be used"),
+        (['{"prompt": "' + "a" * (9 << 20) + '"}'], "line 1: longer than 8 MiB"),
+        (
+            ['{"prompt": "a", "split": "tuning"}', '{"prompt": "b"}', '{"prompt": "a", "split": "held_out"}'],
+            "line 3: its text is that of line 1, on the other side of the split",
+        ),
     ],
+    ids=lambda value: str(value)[:60],
 )
 def test_what_cannot_be_used_is_said_with_its_line(tmp_path, lines, message):
     with pytest.raises(UsageError, match=message):
         load_prompts(write(tmp_path, *lines), split="all")
+
+
+def test_all_problems_of_a_file_are_said_at_once_with_their_lines(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(
+        b"\xef\xbb\xbf"
+        + b"\r\n".join(
+            [
+                b'{"prompt": "fine", "id": "a"}',
+                b"",
+                b"{oops",
+                b'{"prompt": "caf\xe9"}',
+                b'{"prompt": 5, "kind": 7}',
+                b'{"prompt": "also fine", "id": "a"}',
+                b"\x00",
+            ]
+        )
+    )
+    with pytest.raises(UsageError) as raised:
+        load_prompts(path, split="all")
+    said = str(raised.value)
+    assert "has 6 problems" in said
+    for each in (
+        "line 3: not JSON",
+        "line 4: not UTF-8 (byte 0xe9 at column 16)",
+        "line 5: needs",
+        "line 5: kind 7",
+        "line 6: id 'a' was already used on line 1",
+        "line 7: not JSON",
+    ):
+        assert each in said
+    with pytest.raises(UsageError, match="and 10 more"):
+        load_prompts(write(tmp_path, *["{"] * 60), split="all")
+
+
+def test_marks_of_other_systems_do_no_harm(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "one\xe2\x80\xa8two"}\r\n\r\n  {"prompt": "three"}')
+    assert [(p.id, p.text) for p in load_prompts(path, split="all")] == [
+        ("line-1", "one\u2028two"),
+        ("line-3", "three"),
+    ]
+    path.write_bytes('{"prompt": "one"}'.encode("utf-16"))
+    with pytest.raises(UsageError, match="UTF-16"):
+        load_prompts(path, split="all")
+
+
+@given(st.lists(st.binary(max_size=40) | st.sampled_from([b'{"prompt": "a"}', b'{"id": []}', b"[]", b"\xff"])))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_whatever_a_file_holds_is_read_or_refused_by_name(tmp_path_factory, lines):
+    path = tmp_path_factory.mktemp("p") / "p.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    try:
+        assert load_prompts(path, split="all")
+    except UsageError as error:
+        str(error).encode()
 
 
 def test_a_missing_file_names_the_sets_that_ship(tmp_path):

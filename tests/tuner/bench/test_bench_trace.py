@@ -2,7 +2,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tuner.bench.client import Exchange
@@ -145,6 +145,7 @@ CHUNK = st.fixed_dictionaries(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine, not a slow strategy
 @given(st.lists(CHUNK.map(lambda data: b"data: " + json.dumps(data).encode() + b"\n\n") | st.binary(max_size=60)))
 def test_whatever_a_server_sends_is_read_without_an_exception(reads):
     trace = read(*reads)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -83,8 +84,8 @@ def test_settings_that_change_the_numbers_are_lossy_by_name() -> None:
 
 
 def test_answers_to_other_prompts_are_not_compared() -> None:
-    with pytest.raises(ValueError, match=r"zip\(\)"):
-        compare("c", Answers(BASE), Answers(BASE[:3]))
+    assert compare("c", Answers(BASE), Answers(BASE[:3])).outcome == "unknown"
+    assert compare("c", Answers(BASE, asked="a"), Answers(BASE, asked="b")).outcome == "unknown"
 
 
 def test_a_gap_is_that_of_the_token_around_a_character() -> None:
@@ -94,3 +95,90 @@ def test_a_gap_is_that_of_the_token_around_a_character() -> None:
     assert one.mean == pytest.approx(-0.3)
     assert Likelihood((), (), ()).gap_at(0) is None
     assert not math.isnan(one.best[0])
+
+
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "sleeps", "under", "some", "old", "tree")
+ANSWERS, LENGTH = 16, 64
+"""What a study asks for by itself: eight alone, eight at once, of 64 tokens."""
+
+
+def said(draw: random.Random, length: int = LENGTH) -> list[str]:
+    return [draw.choice(WORDS) for _ in range(length)]
+
+
+def pair(draw: random.Random, wrong: float, *, near: float = 0.0) -> tuple[Answers, Answers]:
+    """The baseline's answers, and those of a candidate that takes another word at these rates: a `wrong` one at clear
+    choices, a `near` one where two were as likely. From there on it says something else."""
+    ours, theirs, likely = [], [], []
+    for _ in range(ANSWERS):
+        one = said(draw)
+        other, gaps = list(one), {}
+        for i in range(LENGTH):
+            bad, tie = draw.random() < wrong, draw.random() < near
+            if bad or tie:
+                other = [*one[:i], f"{one[i]}s", *said(draw, LENGTH - i - 1)]
+                gaps = {i: 4.0 if bad else draw.uniform(0.0, 0.4)}
+                break
+        ours.append(" ".join(one))
+        theirs.append(" ".join(other))
+        likely.append(words(theirs[-1], gaps=gaps))
+    return Answers(tuple(ours), tuple(map(words, ours))), Answers(tuple(theirs), tuple(likely))
+
+
+def refused(wrong: float, *, near: float = 0.0, studies: int = 200) -> float:
+    draw = random.Random(f"{wrong} {near}")
+    return sum(compare("c", *pair(draw, wrong, near=near)).outcome == "different" for _ in range(studies)) / studies
+
+
+def test_one_wrong_token_in_two_hundred_is_found_and_rounding_is_not_taken_for_it() -> None:
+    assert refused(1 / 200) >= 0.9
+    assert refused(1 / 50) == 1.0
+    assert refused(0.0, near=1 / 20) == 0.0
+    assert refused(1 / 20_000) <= 0.05
+
+
+def test_answers_that_are_cut_short_are_different_with_and_without_likelihoods() -> None:
+    """A fifth less is within what lengths may differ by."""
+    cut = tuple(text[: int(0.8 * len(text))].rstrip() for text in BASE)
+    for base, other in ((Answers(BASE), Answers(cut)), (judged(BASE), judged(cut))):
+        found = compare("c", base, other)
+        assert found.outcome == "different"
+        assert "10 of 10 end where the baseline's go on" in found.why
+    once = (cut[0], *BASE[1:])
+    assert compare("c", judged(BASE), judged(once)).outcome == "equivalent"  # rounding may end one
+    spaces = tuple(f"{text} " for text in BASE)
+    assert compare("c", Answers(spaces), Answers(BASE)).outcome == "unknown"
+
+
+ENGLISH = (
+    "The harbour is quiet at noon, and the boats lie still. Later the wind comes up, and with it the sailors return.",
+    "We walk along the street until we see the old house at the end of the village, where nobody lives any more.",
+    "The woman opened the window and called the children in, because the meal was ready and the soup was growing cold.",
+    "To sort the list, compare each pair of neighbours and swap them when the first one is larger than the second.",
+    "In short, the company earned more than in the year before, although it sold fewer machines than it had expected.",
+)
+ENGLISH_TOO = (
+    "At noon the harbour is calm and the boats do not move. In the evening the wind rises and the sailors come home.",
+    "We follow the road as far as the old house behind the village. It has been empty for a good many years now.",
+    "The window opened, and the woman told the children that the meal was waiting and the soup would not stay hot.",
+    "Go through the list and compare neighbours: whenever the first is larger than the second, let them change places.",
+    "The company sold fewer machines than it had hoped for, and all the same it earned more than it did last year.",
+)
+GERMAN = (
+    "Der Hafen ist mittags still, und die Boote liegen ruhig. Abends kommt Wind auf, und die Seeleute kehren zurück.",
+    "Wir gehen die Straße entlang, bis wir das alte Haus am Ende des Dorfes sehen, in dem niemand mehr wohnt.",
+    "Die Frau öffnete das Fenster und rief die Kinder herein, weil das Essen fertig war und die Suppe kalt wurde.",
+    "Um die Liste zu sortieren, vergleiche Nachbarn und vertausche sie, wenn der erste größer ist als der zweite.",
+    "Kurz gesagt verdiente die Firma mehr als im Jahr davor, obwohl sie weniger Maschinen verkaufte als erwartet.",
+)
+RUSSIAN = tuple(
+    "Гавань тиха в полдень, и лодки стоят неподвижно, пока не поднимется ветер и не вернутся моряки." for _ in ENGLISH
+)
+
+
+@pytest.mark.parametrize("other", [GERMAN, RUSSIAN])
+def test_another_language_is_noticed_without_likelihoods(other: tuple[str, ...]) -> None:
+    found = compare("c", Answers(ENGLISH), Answers(other))
+    assert found.outcome == "different"
+    assert "another language" in found.why
+    assert compare("c", Answers(ENGLISH), Answers(ENGLISH_TOO)).outcome == "unknown"

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,11 +14,13 @@ from typing import Any
 import pytest
 
 from tests.tuner.study.toy_study import SPACE, ToyMachine, controller, space, study
+from tuner.bench.prompts import load_prompts, spread
 from tuner.judge.quality import Answers
 from tuner.records import LaunchRecord
 from tuner.study.decide import recommendation
 from tuner.study.probe import HttpProbe, NoAnswer, check
 from tuner.study.quality import verdicts
+from tuner.study.session import quality_probe
 
 ANSWER = "a plain answer of some seven words"
 
@@ -82,6 +86,85 @@ def test_a_server_without_echo_is_said_to_be_so(record: LaunchRecord, monkeypatc
     assert "status 400" in judged.unknown
     with pytest.raises(NoAnswer):
         probe.answers(replace(record, port=1))
+
+
+class Harmed(BaseHTTPRequestHandler):
+    """Answers with words that hang on the prompt; wrongly where its settings do harm, as `harms` says."""
+
+    running = 0
+    most = 0
+    lock = threading.Lock()
+    harms: Any = staticmethod(lambda _prompt, _running: False)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.lock:
+            Harmed.running += 1
+            Harmed.most = max(Harmed.most, Harmed.running)
+        time.sleep(0.02)
+        if Harmed.running > 1:  # they are to meet
+            time.sleep(0.5)
+        with self.lock:
+            running = Harmed.running
+        draw = random.Random(body["prompt"])
+        words = [draw.choice(("alpha", "beta", "gamma", "delta")) for _ in range(body["max_tokens"])]
+        if self.harms(body["prompt"], running):
+            words[len(words) // 2] = "omega"
+        data = json.dumps({"choices": [{"text": " ".join(words)}]}).encode()
+        with self.lock:
+            Harmed.running -= 1
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_args: Any) -> None:
+        return
+
+
+TRANSLATIONS = {
+    f"User: {prompt.text}\n\nAssistant:" for prompt in load_prompts("mixed", split="all") if prompt.kind == "translate"
+}
+
+
+@pytest.mark.parametrize(
+    ("harms", "least"),
+    [
+        (lambda _prompt, running: running > 16, 8),
+        (lambda prompt, _running: len(prompt) > 1000, 2),
+        (lambda prompt, _running: prompt in TRANSLATIONS, 2),
+    ],
+    ids=["under load alone", "long prompts alone", "one kind alone"],
+)
+def test_harm_that_shows_only_somewhere_is_seen(monkeypatch: pytest.MonkeyPatch, harms: Any, least: int) -> None:
+    wanted = space(SPACE, "workload.concurrency=[1, 32]")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Harmed)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    record = LaunchRecord("toy", "1", "m", (), {}, "127.0.0.1", int(server.server_address[1]), {}, {}, "m")
+    try:
+        probe = quality_probe(wanted)
+        baseline = probe.answers(record)
+        monkeypatch.setattr(Harmed, "harms", staticmethod(harms))
+        candidate = probe.answers(record)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert Harmed.most > 16
+    assert len(baseline.texts) == 8 + 32
+    assert baseline.asked == candidate.asked
+    assert sum(a != b for a, b in zip(baseline.texts, candidate.texts, strict=True)) >= least
+
+
+def test_the_gates_prompts_are_of_every_kind_and_the_longest_of_each(tmp_path: Path) -> None:
+    held_out = load_prompts("mixed", split="held_out")
+    asked = spread(held_out, 8)
+    assert {prompt.kind for prompt in asked} == {prompt.kind for prompt in held_out}
+    for kind in {prompt.kind for prompt in held_out}:
+        longest = max((prompt for prompt in held_out if prompt.kind == kind), key=lambda prompt: len(prompt.text))
+        assert longest in asked
+    assert spread(held_out, 0) == []
+    assert len(spread(held_out, 1000)) == len({prompt.id for prompt in spread(held_out, 1000)}) == len(held_out)
 
 
 class Told:
