@@ -420,10 +420,7 @@ class _BlockRun:
         limit_ns = max(limit_ns, read_ns + NS)
         streams = [s.current for s in client.streams if s.current is not None]
         await self._until(
-            lambda: (
-                monotonic_ns() >= limit_ns
-                or all(e.end != "open" or _said_since(e, read_ns) for e in streams)
-            )
+            lambda: monotonic_ns() >= limit_ns or all(e.end != "open" or _said_since(e, read_ns) for e in streams)
         )
 
     async def _snapshot(self) -> Snapshot | None:

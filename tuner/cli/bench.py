@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import httpx
 import typer
@@ -21,6 +21,7 @@ from tuner.bench.plan import PROFILES, WindowPlan, window_plan
 from tuner.bench.prompts import Prompt, load_prompts, shipped_sets
 from tuner.bench.selftest import client_ceiling
 from tuner.errors import EnvironmentBroken, LaunchFailed, TunerError, UsageError
+from tuner.judge.text import mark
 from tuner.records import Block, Failure
 
 ASK_TIMEOUT_S = 10.0
@@ -142,7 +143,7 @@ def bench(
 
             outcome = measure_block(
                 target.base_url,
-                model=served,
+                model=served.name,
                 prompts=prompts,
                 concurrency=level,
                 role="screen",
@@ -185,12 +186,13 @@ def bench_open(
     """
     asked.check()
     target = Target.parse(url)
+    target.head("GET", "/v1/models", api_key)
     served = served_model(target, api_key, asked.model)
     if not as_json:
         print(f"{asked.sentence}, {rate:g} requests a second for {seconds:g} s behind {warmup_s:g} s of warm-up.")
     found = run_open_loop(
         target.base_url,
-        model=served,
+        model=served.name,
         prompts=prompts,
         rate=rate,
         seconds=seconds,
@@ -201,15 +203,22 @@ def bench_open(
         api_key=api_key,
     )
     if as_json:
-        told = {"url": target.base_url, "workload": asdict(asked), **asdict(found), "valid": found.valid}
+        told = {
+            "url": target.base_url,
+            "model": served.name,
+            "simulated": served.simulated,
+            "workload": asdict(asked),
+            **asdict(found),
+            "valid": found.valid,
+        }
         print(json.dumps(told, indent=2))
     else:
-        _print_open(Console(), target, found)
+        _print_open(Console(), target, served, found)
     return 0 if found.valid else 1
 
 
-def _print_open(console: Console, target: Target, found: OpenRun) -> None:
-    title = f"{found.rate:g} requests/s at {target.base_url}, {found.seconds:g} s"
+def _print_open(console: Console, target: Target, served: Served, found: OpenRun) -> None:
+    title = f"{found.rate:g} requests/s at {target.base_url}, {found.seconds:g} s{mark(served.simulated)}"
     table = Table(title=title, caption="milliseconds from the intended time of sending; late: of sending itself")
     for column in ("", "n", "mean", "p50", "p90", "p99"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -242,8 +251,15 @@ def parse_levels(text: str) -> list[int]:
     return levels
 
 
-def served_model(target: Target, api_key: str | None, wanted: str | None) -> str:
-    """The name to ask for: `wanted` if it is given, else the first of `/v1/models`."""
+class Served(NamedTuple):
+    """The name to ask for, and whether the server says that it only simulates."""
+
+    name: str
+    simulated: bool
+
+
+def served_model(target: Target, api_key: str | None, wanted: str | None) -> Served:
+    """What is to be measured: `wanted` if it is given, else the first of `/v1/models`."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     where = f"{target.base_url}/v1/models"
     try:
@@ -263,10 +279,12 @@ def served_model(target: Target, api_key: str | None, wanted: str | None) -> str
     try:
         if reply.status != 200:
             raise ValueError(f"status {reply.status}")
-        names = [str(entry["id"]) for entry in reply.json()["data"]]
-    except (ValueError, KeyError, TypeError) as error:
+        entries = reply.json()["data"]
+        names = [str(entry["id"]) for entry in entries]
+        simulated = any(entry.get("simulated") is True for entry in entries)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if wanted is not None:
-            return wanted
+            return Served(wanted, simulated=False)
         raise EnvironmentBroken(
             f"{where} does not answer as an OpenAI-compatible server does ({reply.status}). Nothing was measured. "
             "Check the address, or name the model with --model."
@@ -274,10 +292,10 @@ def served_model(target: Target, api_key: str | None, wanted: str | None) -> str
     if wanted is not None:
         if names and wanted not in names:
             raise UsageError(f"--model '{wanted}' is not served at {target.base_url}; it serves: {', '.join(names)}")
-        return wanted
+        return Served(wanted, simulated)
     if not names:
         raise EnvironmentBroken(f"{where} lists no model. Nothing was measured. Name one with --model.")
-    return names[0]
+    return Served(names[0], simulated)
 
 
 def _progress_line(level: int, progress: BlockProgress) -> str:
@@ -313,9 +331,9 @@ def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:.0f}"
 
 
-def _print(console: Console, target: Target, served: str, blocks: list[Block], failure: Failure | None) -> None:
+def _print(console: Console, target: Target, served: Served, blocks: list[Block], failure: Failure | None) -> None:
     table = Table(
-        title=f"{served} at {target.base_url}",
+        title=f"{served.name} at {target.base_url}{mark(served.simulated)}",
         caption="each: tokens per second of one request; latencies in milliseconds; ✗: invalid, see below",
         padding=(0, 0, 0, 1),
     )
@@ -344,11 +362,12 @@ def _print(console: Console, target: Target, served: str, blocks: list[Block], f
 
 
 def _document(
-    target: Target, served: str, asked: Asked, blocks: list[Block], failure: Failure | None
+    target: Target, served: Served, asked: Asked, blocks: list[Block], failure: Failure | None
 ) -> Mapping[str, Any]:
     return {
         "url": target.base_url,
-        "model": served,
+        "model": served.name,
+        "simulated": served.simulated,
         "workload": asdict(asked),
         "blocks": [{**block.to_dict(), "valid": block.valid, "success_rate": block.success_rate} for block in blocks],
         "failure": None if failure is None else {"kind": failure.kind, "message": failure.message},

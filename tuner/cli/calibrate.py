@@ -29,6 +29,7 @@ def command(
     from tuner.engines.base import get_engine
     from tuner.judge.calibration import MAX_PAIRS
     from tuner.judge.intervals import MIN_PAIRS
+    from tuner.judge.text import mark
     from tuner.study.calibrate import FOLDER, keep, measure_noise
     from tuner.study.interrupt import Interrupts
     from tuner.study.session import current_fingerprint, read_space
@@ -58,8 +59,7 @@ def command(
     if as_json:
         say_json({"simulated": simulated, "file": str(path), **found.to_dict()})
         return
-    mark = " · SIMULATED, not measured" if simulated else ""
-    say(f"Noise of {chosen.name} ({chosen.profile} profile, {launches} launches){mark}")
+    say(f"Noise of {chosen.name} ({chosen.profile} profile, {launches} launches){mark(simulated)}")
     for level in found.levels:
         between = "not measured" if level.between_windows is None else f"{100 * level.between_windows:.2f} %"
         say(

@@ -19,6 +19,7 @@ def command(storage: options.Storage = None) -> None:
     from rich.table import Table
 
     from tuner.errors import UsageError
+    from tuner.judge.text import mark
     from tuner.study.database import open_database
     from tuner.study.lease import holder
     from tuner.study.names import local_studies
@@ -52,7 +53,7 @@ def command(storage: options.Storage = None) -> None:
             "killed" if data.state == "running" and working is None else data.state,
             f"{found.launches_used}/{data.budget.launches}",
             str(len(data.measured)),
-            data.space.model,
+            data.space.model + mark(data.simulated),
             _best(best.value) if best else "–",
             _decision(data),
         )

@@ -20,14 +20,21 @@ def command(
     as_json: options.AsJson = False,
 ) -> None:
     """Say what a study would come to: launches, hours, what is ruled out and by which rule. Starts nothing."""
+    from tuner.judge.text import mark
     from tuner.study.session import outlook, read_space
     from tuner.study.simulated_world import virtual
 
     space = read_space(file, tuple(overrides or ()), profile)
     found = outlook(space)
     if as_json:
-        say(json.dumps({"space": space.name, **found.to_dict()}, ensure_ascii=False))
+        say(
+            json.dumps(
+                {"space": space.name, "simulated": space.kind == "simulated", **found.to_dict()}, ensure_ascii=False
+            )
+        )
         return
+    if space.kind == "simulated":
+        say(f"{file}:{mark(True)}")
     if found.combinations is None:
         say(f"{file}: more combinations than can be listed")
     else:

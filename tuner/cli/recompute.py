@@ -12,6 +12,7 @@ def command(study: options.Study, as_json: options.AsJson = False, storage: opti
     """Derive blocks, pairs, scores and verdicts again; ends with 1 when a stored number does not follow."""
     from contextlib import closing
 
+    from tuner.judge.text import mark
     from tuner.study.names import check_name, study_folder
     from tuner.study.recompute import recompute
     from tuner.study.store import open_study
@@ -32,8 +33,7 @@ def command(study: options.Study, as_json: options.AsJson = False, storage: opti
         )
     else:
         said = ", ".join(f"{count} {name}" for name, count in found.counts.items())
-        mark = " · SIMULATED, not measured" if data.simulated else ""
-        say(f"Derived again for {data.name}: {said}{mark}")
+        say(f"Derived again for {data.name}: {said}{mark(data.simulated)}")
         for difference in found.differences:
             say(f"  differs: {difference}")
         for sentence in found.missing:

@@ -28,6 +28,7 @@ def command(
     from tuner.export.choose import reference_of
     from tuner.files import write_whole
     from tuner.judge.holds import WITHIN, level_holds
+    from tuner.judge.text import mark
     from tuner.records import Candidate
     from tuner.study.again import Fresh, measure_again
     from tuner.study.calibrate import HOST, known_pair_sd
@@ -100,8 +101,7 @@ def command(
     if as_json:
         say_json(document)
     else:
-        mark = " · SIMULATED, not measured" if data.simulated else ""
-        say(f"Candidate {wanted.id} of {data.name}, measured again{mark}")
+        say(f"Candidate {wanted.id} of {data.name}, measured again{mark(data.simulated)}")
         for each in found:
             say(
                 f"  concurrency {each.concurrency}: {each.measured:.1f} tokens/s ({each.blocks[1]} blocks), recorded "

@@ -22,6 +22,7 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
     """Show counts per state and failure class, the incumbent, and the time spent and left."""
     from contextlib import closing
 
+    from tuner.judge.text import mark
     from tuner.study.glance import glance
     from tuner.study.lease import working_since
     from tuner.study.names import check_name
@@ -40,7 +41,8 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
     state: str = data.state
     if state == "running" and not workers:
         state = "killed; go on with tuner resume " + study
-    say(f"study:       {data.name} ({data.space['profile']} profile, seed {data.seed})")
+    marked = mark(data.space["engine"]["kind"] == "simulated")
+    say(f"study:       {data.name} ({data.space['profile']} profile, seed {data.seed}){marked}")
     first = f", by process {workers[0].holder.pid} on {workers[0].holder.host}" if workers else ""
     others = len(workers) - 1
     more_of_them = f" and {others} other worker{'s' * (others != 1)}" if others > 0 else ""

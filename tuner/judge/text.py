@@ -10,10 +10,14 @@ from tuner.judge.recommend import percent
 from tuner.records import Candidate, Choice, Recommendation, Setting, Verdict
 
 
+def mark(simulated: bool) -> str:
+    """What stands behind a headline whose figures come from a model of a machine; "" otherwise."""
+    return " · SIMULATED, not measured" if simulated else ""
+
+
 def recommendation_lines(found: Recommendation) -> list[str]:
     """The recommendation as lines of plain text, without styling or line ends."""
-    mark = " · SIMULATED, not measured" if found.simulated else ""
-    lines = [f"Recommendation of study {found.study} ({found.profile} profile){mark}", ""]
+    lines = [f"Recommendation of study {found.study} ({found.profile} profile){mark(found.simulated)}", ""]
     for choice in (found.overall, *found.per_concurrency):
         lines += _choice(choice)
     lines += _confidence(found)

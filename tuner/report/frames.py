@@ -31,8 +31,10 @@ class StudyFrames:
         view: what the report is made of.
         candidates: by id: `settings` in a line, each setting as `set.NAME`, `standing`, `overall` (a ratio).
         blocks: one row per measured block, valid or not: `candidate`, `concurrency`, `role`, `repetition`, `launch`,
-            `valid`, `tokens_per_s`, latencies as `ttft_p50_ms`, `e2e_mean_ms`, …, `accept_length`, and the counters.
-        pairs: one row per pair: `candidate`, `concurrency`, `role`, `index`, `ratio`, `log_ratio` and both blocks' ids.
+            `valid`, `tokens_per_s`, latencies as `ttft_p50_ms`, `e2e_mean_ms`, …, `accept_length`, `simulated`, and the
+            counters.
+        pairs: one row per pair: `candidate`, `concurrency`, `role`, `index`, `ratio`, `log_ratio`, `simulated` and both
+            blocks' ids.
         launches: one row per server start: `candidate`, `role`, `state`, `ready_s`, `duration_s`, `failure`.
         trials: Optuna's trials by number: `candidate`, `kind`, `value` (a log ratio), `feasible`.
     """
@@ -109,6 +111,7 @@ def _blocks(data: StudyData) -> pd.DataFrame:
                 **_latency("tpot", block.tpot_ms),
                 **_latency("e2e", block.e2e_ms),
                 **block.counters,
+                "simulated": data.simulated,
             }
         )
     return _frame(rows, "block", ("candidate", "concurrency", "role", "valid", "tokens_per_s"))
@@ -124,10 +127,12 @@ def _pairs(data: StudyData) -> pd.DataFrame:
             "log_ratio": pair.log_ratio,
             "baseline_block": pair.baseline_block,
             "candidate_block": pair.candidate_block,
+            "simulated": data.simulated,
         }
         for pair in data.pairs
     ]
     columns = ["candidate", "concurrency", "role", "index", "log_ratio", "baseline_block", "candidate_block"]
+    columns.append("simulated")
     found = pd.DataFrame(rows, columns=columns)
     return found.assign(ratio=found.log_ratio.map(_exp))
 

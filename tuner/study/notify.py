@@ -42,6 +42,7 @@ def message(data: StudyData, error: BaseException | None) -> dict[str, Any]:
     return {
         "event": _event(error),
         "study": data.name,
+        "simulated": data.simulated,
         "state": data.state,
         "message": data.reason if error is None else str(error) or type(error).__name__,
         "exit_code": 0 if error is None else getattr(error, "exit_code", 1),
