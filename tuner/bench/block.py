@@ -316,6 +316,7 @@ class _BlockRun:
             client_processes=len(loops_s),
             surroundings=replace(surroundings, gpus=await gpus),
             recount=counted,
+            kinds={prompt.id: prompt.kind for prompt in self.prompts},
         )
 
     def _read_machine(self, client: LoadClient | Fleet) -> machines.Reading | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tuner.bench import metrics
+from tuner.bench.axes import by_axis
 from tuner.bench.client import usable_cores
 from tuner.bench.counters import CounterDelta, Snapshot, delta
 from tuner.bench.gates import AnswerFaults, Observed, gates, half_drift
@@ -24,7 +25,8 @@ WINDOW_START = "window_start_ns"
 
 @dataclass(frozen=True)
 class Recording:
-    """Everything that one run of the load left behind. Window: [start_ns, end_ns], `time.monotonic_ns`."""
+    """Everything that one run of the load left behind. Window: [start_ns, end_ns], `time.monotonic_ns`; `kinds` is
+    prompt id → kind."""
 
     concurrency: int
     max_tokens: int
@@ -49,6 +51,7 @@ class Recording:
     client_processes: int = 1
     surroundings: Surroundings = field(default_factory=Surroundings)
     recount: Recount | None = None
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
 
 def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
@@ -110,6 +113,7 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
         "finished_by_length": float(sum(t.finish == "length" for t in good)),
         "half_drift": half_drift(seconds) if len(seconds) >= 4 else 0.0,
     }
+    counters |= by_axis(good, seen.kinds)
     told = [t for t in first_in if t.prompt_tokens and t.cached_tokens is not None]
     if told:
         counters["cached_share"] = sum(t.cached_tokens or 0 for t in told) / sum(t.prompt_tokens or 0 for t in told)

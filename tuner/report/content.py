@@ -14,6 +14,7 @@ from tuner.report.sections.latency import latency
 from tuner.report.sections.leaderboard import leaderboard
 from tuner.report.sections.mattered import mattered
 from tuner.report.sections.tradeoff import tradeoff
+from tuner.report.sections.traffic import traffic
 from tuner.report.sections.why import why
 from tuner.report.view import StudyView
 
@@ -24,6 +25,7 @@ SECTIONS = (
     leaderboard,
     certainty,
     latency,
+    traffic,
     tradeoff,
     why,
     mattered,

@@ -12,6 +12,7 @@ from statistics import fmean
 
 from tuner.judge.intervals import ALPHA, MIN_PAIRS, t_interval
 from tuner.records import Block, Pair, Recommendation, StoredBlock, Verdict
+from tuner.study.axes import AxisChange, axis_changes
 from tuner.study.data import StudyData
 from tuner.study.decide import confirmed_verdicts, overall_ratios
 
@@ -112,6 +113,11 @@ def _pairs(data: StudyData, candidate_id: str) -> list[Pair]:
     """Of the confirmation where there are any, else of the search."""
     mine = [pair for pair in data.pairs if pair.candidate_id == candidate_id]
     return [pair for pair in mine if pair.role == "confirm"] or mine
+
+
+def axes(data: StudyData, candidates: Sequence[str]) -> tuple[AxisChange, ...]:
+    """Each candidate by the kind and by the length of what it was asked, beside the baseline in the same pairs."""
+    return tuple(each for one in candidates for each in axis_changes(data, one, _pairs(data, one)))
 
 
 LATENCIES: tuple[tuple[str, Callable[[Block], float | None], Callable[[Block], int]], ...] = (

@@ -145,6 +145,7 @@ class StudyView:
     answers: Mapping[str, Quality]
     evidence: tuple[ev.Evidence, ...]
     latencies: tuple[ev.LatencyChange, ...]
+    axes: tuple[ev.AxisChange, ...]
     acceptance: tuple[ev.Acceptance, ...]
     round_times: tuple[ev.RoundTime, ...]
     importances: tuple[Importance, ...]
@@ -214,6 +215,7 @@ def study_view(data: StudyData) -> StudyView:
         answers=answers(data),
         evidence=ev.evidence(data),
         latencies=ev.latencies(data, shown),
+        axes=ev.axes(data, shown),
         acceptance=ev.acceptance(data, shown),
         round_times=ev.round_times(data, shown),
         importances=importances(data),
