@@ -79,13 +79,15 @@ def measure_block(
     server_failure: Callable[[], Failure | None] = lambda: None,
     server_cpu_s: Callable[[], float] | None = None,
     devices: Sequence[str] = (),
+    earlier: int = 0,
 ) -> BlockOutcome:
     """Measure one concurrency level of a running server; returns when it is done.
 
-    The n-th request is a function of `prompts`, `concurrency`, `max_tokens` and `seed`: give both blocks of a pair the
-    same. `server_failure` is asked five times a second, in this thread, and must be quick; once it returns a failure
-    the block ends with it. `server_cpu_s` gives the CPU seconds of a server on this machine so far; without it nobody
-    knows whose load is a stranger's. `devices` are the GPUs that the server may use, where they are not all.
+    The n-th request is a function of `prompts`, `concurrency`, `max_tokens`, `seed` and `earlier`: give both blocks of
+    a pair the same. `earlier` blocks were measured on this server before, whose prefix cache could not be emptied.
+    `server_failure` is asked five times a second, in this thread, and must be quick; once it returns a failure the block
+    ends with it. `server_cpu_s` gives the CPU seconds of a server on this machine so far; without it nobody knows whose
+    load is a stranger's. `devices` are the GPUs that the server may use, where they are not all.
     `ceiling_events_per_s` is the client's (`selftest.client_ceiling`); a block that comes near it is invalid. A block
     that fails a gate is returned all the same, with `valid` false and the gate.
 
@@ -107,6 +109,7 @@ def measure_block(
         ceiling_events_per_s,
         server_cpu_s,
         devices,
+        earlier,
     )
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run.outcome(role))
@@ -165,6 +168,7 @@ class _BlockRun:
         ceiling_events_per_s: float | None,
         server_cpu_s: Callable[[], float] | None,
         devices: Sequence[str],
+        earlier: int,
     ) -> None:
         self.target = target
         self.sampling = sampling
@@ -178,6 +182,7 @@ class _BlockRun:
         self.ceiling_events_per_s = ceiling_events_per_s
         self.server_cpu_s = server_cpu_s
         self.devices = devices
+        self.earlier = earlier
         self.phase: Phase = "probe"
         self.phase_start_ns = monotonic_ns()
         self.phase_s = 0.0
@@ -338,6 +343,7 @@ class _BlockRun:
                     seed=self.seed,
                     api_key=self.api_key,
                     processes=processes,
+                    earlier=self.earlier,
                 )
             except FleetBroken as error:
                 raise _Ended(_broken(str(error))) from error
@@ -348,6 +354,7 @@ class _BlockRun:
             concurrency=self.concurrency,
             seed=self.seed,
             api_key=self.api_key,
+            earlier=self.earlier,
         )
         return LoadClient(self.target, self.concurrency, requests)
 

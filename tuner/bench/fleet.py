@@ -44,6 +44,7 @@ class Job:
     api_key: str | None
     index: int
     processes: int
+    earlier: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class Fleet:
         seed: int,
         api_key: str | None,
         processes: int,
+        earlier: int = 0,
     ) -> Fleet:
         """Starts the processes; returns when each is ready to load.
 
@@ -153,7 +155,7 @@ class Fleet:
         fleet = cls(concurrency)
         try:
             for index in range(processes):
-                job = Job(target, sampling, tuple(prompts), concurrency, seed, api_key, index, processes)
+                job = Job(target, sampling, tuple(prompts), concurrency, seed, api_key, index, processes, earlier)
                 await fleet._add(job)
             async with asyncio.timeout(START_S):
                 while not all(worker.cpu for worker in fleet._workers):

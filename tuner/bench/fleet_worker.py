@@ -87,6 +87,7 @@ class _Worker:
             concurrency=job.concurrency,
             seed=job.seed,
             api_key=job.api_key,
+            earlier=job.earlier,
         )
         mine = itertools.islice(requests, job.index, None, job.processes)
         self._client = LoadClient(job.target, len(range(job.index, job.concurrency, job.processes)), mine)

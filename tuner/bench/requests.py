@@ -13,6 +13,9 @@ from tuner.bench.prompts import Prompt
 
 PATH = "/v1/chat/completions"
 
+PASSES = 1000
+"""Passes over its prompts that no block makes."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -75,12 +78,14 @@ def request_sequence(
     concurrency: int,
     seed: int,
     api_key: str | None,
+    earlier: int = 0,
 ) -> Iterator[Outgoing]:
     """Requests without end. The n-th is the same for the same arguments, whenever it is asked for.
 
     The first `concurrency` of them, one a stream, are cut to spread lengths: streams that start together with equal
     lengths would finish together for a long time, and throughput would swing with them. From the second pass over the
-    prompts on, each starts with the number of the pass, so that a prefix cache does not answer for the server.
+    prompts on, each starts with the number of the pass, so that a prefix cache does not answer for the server; so it
+    does from the first pass on where `earlier` blocks were asked the same of a server whose cache cannot be emptied.
     """
     order = prompt_order(prompts, seed)
     lengths = [max(1, round(sampling.max_tokens * (i + 1) / concurrency)) for i in range(concurrency)]
@@ -89,7 +94,8 @@ def request_sequence(
     while True:
         turn, place = divmod(number, len(order))
         prompt = order[place]
-        text = prompt.text if turn == 0 else f"[{turn + 1}] {prompt.text}"
+        asked = PASSES * earlier + turn
+        text = prompt.text if asked == 0 else f"[{asked + 1}] {prompt.text}"
         max_tokens = lengths[number] if number < concurrency else sampling.max_tokens
         request_seed = (seed * 1_000_003 + number) % 2**31
         data = encode(target, sampling, text, seed=request_seed, max_tokens=max_tokens, api_key=api_key)

@@ -1,4 +1,4 @@
-"""What a candidate's gain hangs on: streams by prompt kind and by context length. Pure functions of a study's blocks."""
+"""What a gain hangs on: streams by prompt kind and by context length. Pure functions of a study's blocks."""
 
 from __future__ import annotations
 

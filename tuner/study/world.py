@@ -186,6 +186,8 @@ class Machine:
         self._container = space.container
         self._api_key = api_key(space)
         self._devices = tuple(devices)
+        self._blocks_on = (0, 0)
+        """The server that was measured last, by its pid, and blocks so far."""
         self._siblings = SiblingLoad(siblings, marker_text(study)) if study else None
         prompts = space.workload.prompts
         tuning = load_prompts(prompts, split="tuning")
@@ -225,11 +227,13 @@ class Machine:
     ) -> Outcome:
         """One block, on a server whose prefix cache is empty, of this share of the usual window.
 
-        Equal seeds mean equal requests.
+        Equal seeds mean equal requests, but that no server gets a text twice whose cache cannot be emptied.
         """
         from tuner.bench.block import BlockOutcome, measure_block
         from tuner.bench.selftest import client_ceiling
 
+        last, earlier = self._blocks_on
+        self._blocks_on = (server.pid, earlier + 1 if last == server.pid else 1)
         if problem := flush(record, self._api_key):
             kind = Failure("bad_protocol", "bench", f"the prefix cache could not be emptied before a block: {problem}")
             return BlockOutcome(None, server.failure() or kind)
@@ -249,6 +253,7 @@ class Machine:
             server_failure=server.failure,
             server_cpu_s=self._load(server),
             devices=self._devices,
+            earlier=self._blocks_on[1] - 1 if record.flush_path is None else 0,
         )
         if self._api_key and (found := outcome.failure) is not None:
             said = {name: getattr(found, name).replace(self._api_key, "(the API key)") for name in _SAID}

@@ -98,6 +98,17 @@ def test_every_sampling_field_is_explicit_and_no_text_is_sent_twice(server):
     assert len(set(texts)) == len(texts)
 
 
+def test_what_a_server_was_asked_before_is_not_asked_again_where_its_cache_stays(server):
+    texts = []
+    for earlier in (0, 1, 2):
+        server.reset()
+        server.measure(earlier=earlier)
+        texts.append({body["messages"][0]["content"] for body in server.told()["asked"][1:]})
+    first, second, third = texts
+    assert not first & second | first & third | second & third
+    assert {text.split("] ")[-1] for text in second} <= {prompt.text for prompt in PROMPTS}
+
+
 def test_the_first_requests_of_the_streams_have_spread_lengths(server):
     server.measure(concurrency=4, max_tokens=16)
     assert sorted(body["max_tokens"] for body in server.told()["asked"][1:5]) == [4, 8, 12, 16]
