@@ -85,9 +85,9 @@ def measure_block(
 
     The n-th request is a function of `prompts`, `concurrency`, `max_tokens`, `seed` and `earlier`: give both blocks of
     a pair the same. `earlier` blocks were measured on this server before, whose prefix cache could not be emptied.
-    `server_failure` is asked five times a second, in this thread, and must be quick; once it returns a failure the block
-    ends with it. `server_cpu_s` gives the CPU seconds of a server on this machine so far; without it nobody knows whose
-    load is a stranger's. `devices` are the GPUs that the server may use, where they are not all.
+    `server_failure` is asked five times a second, in this thread, and must be quick; once it returns a failure the
+    block ends with it. `server_cpu_s` gives the CPU seconds of a server on this machine so far; without it nobody
+    knows whose load is a stranger's. `devices` are the GPUs that the server may use, where they are not all.
     `ceiling_events_per_s` is the client's (`selftest.client_ceiling`); a block that comes near it is invalid. A block
     that fails a gate is returned all the same, with `valid` false and the gate.
 

@@ -149,7 +149,7 @@ def compare(candidate_id: str, baseline: Answers, candidate: Answers) -> Quality
     if alike is not None and alike < LEAST_ALIKE:
         wrong.append(f"they are in another language or script (letters alike by {alike:.2f})")
     far, loss = None, None
-    if len(candidate.likelihoods) == len(baseline.likelihoods) == count:
+    if _judged(baseline) and _judged(candidate):
         far = sum(cut[i] or _is_far(a, b, candidate.likelihoods[i]) for i, (a, b) in enumerate(pairs) if a != b)
         losses = [
             own.mean - other.mean
@@ -176,6 +176,13 @@ def compare(candidate_id: str, baseline: Answers, candidate: Answers) -> Quality
 def lossy_settings(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[str]:
     """Names of the candidate's settings that are lossy by their name, and not the baseline's."""
     return sorted(name for name in LOSSY if candidate.get(name) != baseline.get(name))
+
+
+def _judged(answers: Answers) -> bool:
+    """Whether every answer that says something has likelihoods."""
+    if len(answers.likelihoods) != len(answers.texts):
+        return False
+    return all(one.chosen or not text for one, text in zip(answers.likelihoods, answers.texts, strict=True))
 
 
 def _parting(a: str, b: str) -> int:

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import httpx
@@ -19,6 +20,8 @@ from tuner.records import LaunchRecord, short_hash
 
 TIMEOUT_S = 120.0
 CHECK_TIMEOUT_S = 600.0
+LONGEST_TOKEN = 128
+"""Characters. Runs of blanks are the longest tokens there are."""
 
 
 class NoAnswer(Exception):
@@ -112,10 +115,10 @@ def _text(reply: Mapping[str, Any]) -> str:
 
 
 def _likelihood(reply: Mapping[str, Any], begin: int, end: int) -> Likelihood:
-    """Of the tokens that begin between two characters of the echo."""
+    """Of the tokens that begin between two characters of the echo; all of the text between them must be of such."""
     try:
         told = reply["choices"][0]["logprobs"]
-        rows = list(zip(told["text_offset"], told["token_logprobs"], told["top_logprobs"], strict=True))
+        rows = list(zip(_offsets(told), told["token_logprobs"], told["top_logprobs"], strict=True))
     except (KeyError, IndexError, TypeError, ValueError):
         raise NoAnswer("/v1/completions: no log-probabilities in the answer") from None
     try:
@@ -123,10 +126,25 @@ def _likelihood(reply: Mapping[str, Any], begin: int, end: int) -> Likelihood:
             (at - begin, float(chosen), top) for at, chosen, top in rows if begin <= at < end and chosen is not None
         ]
         # What is not finite came as None: a token that is ruled out is not the best.
+        if not _cover([at for at, _, _ in mine], end - begin):
+            raise NoAnswer("/v1/completions: log-probabilities of something else than the echo")
         best = [max([chosen, *(x for x in (top or {}).values() if x is not None)]) for _, chosen, top in mine]
     except (TypeError, ValueError, AttributeError):
         raise NoAnswer("/v1/completions: log-probabilities that are no numbers") from None
     return Likelihood(tuple(at for at, _, _ in mine), tuple(chosen for _, chosen, _ in mine), tuple(best))
+
+
+def _offsets(told: Mapping[str, Any]) -> list[int]:
+    """Where each token begins in the echo; from the tokens' texts where a server does not count."""
+    given = list(told["text_offset"])
+    if all(isinstance(at, int) and at >= 0 for at in given) and given == sorted(given):
+        return given
+    return [0, *accumulate(len(token) for token in told["tokens"])][: len(given)]
+
+
+def _cover(offsets: Sequence[int], length: int) -> bool:
+    """Whether tokens that begin at these characters can make up a text of this length."""
+    return all(b - a <= LONGEST_TOKEN for a, b in pairwise((0, *offsets, length))) if length else True
 
 
 def check(command: Sequence[str], told: Mapping[str, Any]) -> str | None:

@@ -73,6 +73,12 @@ def test_without_likelihoods_only_texts_speak() -> None:
     assert looping.repeating == 1.0
 
 
+def test_likelihoods_of_nothing_show_nothing() -> None:
+    empty = tuple(Likelihood((), (), ()) for _ in BASE)
+    assert compare("c", Answers(BASE, empty), Answers(turned(4), empty)).outcome == "unknown"
+    assert compare("c", judged(BASE), Answers(turned(4), empty)).outcome == "unknown"
+
+
 def test_stored_answers_come_back_the_same() -> None:
     answers = judged(turned(2), gap=0.2)
     assert Answers.from_dict(answers.to_dict()) == answers

@@ -18,7 +18,7 @@ from tuner.bench.prompts import load_prompts, spread
 from tuner.judge.quality import Answers
 from tuner.records import LaunchRecord
 from tuner.study.decide import recommendation
-from tuner.study.probe import HttpProbe, NoAnswer, check
+from tuner.study.probe import HttpProbe, NoAnswer, _likelihood, check
 from tuner.study.quality import verdicts
 from tuner.study.session import quality_probe
 
@@ -86,6 +86,43 @@ def test_a_server_without_echo_is_said_to_be_so(record: LaunchRecord, monkeypatc
     assert "status 400" in judged.unknown
     with pytest.raises(NoAnswer):
         probe.answers(replace(record, port=1))
+
+
+PROMPT = "Well, "
+NOT_THE_ECHOS: dict[str, Any] = {
+    "of what it made itself": {"text_offset": [0], "token_logprobs": [-1.0], "top_logprobs": [{"x": -1.0}]},
+    "no positions and no tokens": {
+        "text_offset": [-1] * 9,
+        "token_logprobs": [-1.0] * 9,
+        "top_logprobs": [None] * 9,
+    },
+    "positions of bytes": {
+        "text_offset": [0, 600, 1200],
+        "token_logprobs": [-1.0] * 3,
+        "top_logprobs": [None] * 3,
+    },
+    "nothing": {"text_offset": [], "token_logprobs": [], "top_logprobs": []},
+    "no list": {"text_offset": 5, "token_logprobs": 5, "top_logprobs": 5},
+}
+
+
+@pytest.mark.parametrize("told", NOT_THE_ECHOS.values(), ids=NOT_THE_ECHOS.keys())
+def test_likelihoods_of_something_else_are_none(told: Any) -> None:
+    text = ANSWER * 6
+    with pytest.raises(NoAnswer):
+        _likelihood({"choices": [{"logprobs": told}]}, len(PROMPT), len(PROMPT) + len(text))
+
+
+def test_positions_are_counted_from_tokens_where_a_server_does_not() -> None:
+    tokens = ["Well", ", ", "a ", "plain ", "answer"]
+    told = {
+        "text_offset": [-1] * 5,
+        "tokens": tokens,
+        "token_logprobs": [None, -0.1, -0.2, -0.3, -0.4],
+        "top_logprobs": [None] * 5,
+    }
+    found = _likelihood({"choices": [{"logprobs": told}]}, len(PROMPT), len("".join(tokens)))
+    assert (found.offsets, found.chosen) == ((0, 2, 8), (-0.2, -0.3, -0.4))
 
 
 class Harmed(BaseHTTPRequestHandler):
