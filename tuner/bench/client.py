@@ -81,12 +81,14 @@ class Target:
 class Exchange:
     """One request and everything that came back, unparsed. Times are `time.monotonic_ns`.
 
+    `begun_ns` is when its stream turned to it, `sent_ns` when it was sent: a connection may have to be made in between.
     `idle_ns` is how long its stream stood idle before it, from the end of the last answer.
     """
 
     number: int
     prompt_id: str
     max_tokens: int
+    begun_ns: int = 0
     sent_ns: int = 0
     end_ns: int = 0
     idle_ns: int = 0
@@ -297,6 +299,7 @@ class Stream(asyncio.Protocol):
         if outgoing is None:
             return
         data, exchange = outgoing
+        exchange.begun_ns = monotonic_ns()
         self.current = exchange
         self._sent = data
         if self._transport is not None and not self._transport.is_closing():

@@ -156,9 +156,10 @@ def _summary(
     counted = [(at, trace) for at, trace in traces if at >= start_ns]
     good = [(at, trace) for at, trace in counted if trace.ok]
     failed = [trace for _, trace in counted if not trace.ok]
-    late = metrics.percentiles((trace.sent_ns - at) / 1e6 for at, trace in counted if trace.sent_ns)
+    begun = [one.exchange.begun_ns - one.intended_ns for one in sent if one.intended_ns >= start_ns]
+    late = metrics.percentiles(ns / 1e6 for ns in begun)
     everything: list[Trace] = [trace for _, trace in traces]
-    late_s = sorted((trace.sent_ns - at) / NS for at, trace in counted if trace.sent_ns)
+    late_s = sorted(ns / NS for ns in begun)  # the time to make a connection is the server's
     worst = late_s[min(len(late_s) - 1, int(0.99 * len(late_s)))] if late_s else 0.0
     overlapping = [trace for trace in everything if trace.sent_ns < end_ns and trace.end_ns > start_ns]
     tokens = metrics.tokens_between(overlapping, start_ns, end_ns)

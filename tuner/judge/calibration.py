@@ -93,13 +93,15 @@ def calibrate(windows: Sequence[Window], weights: Mapping[int, float], *, gain: 
     no pair, and is not counted.
 
     Raises:
-        ValueError: fewer launches, or a level without a window in one of them.
+        ValueError: fewer launches, a level without a window in one of them, or a window without a rate.
     """
     from scipy import stats
 
     launches = sorted({window.launch for window in windows})
     if len(launches) < MIN_PAIRS:
         raise ValueError(f"{len(launches)} launches; at least {MIN_PAIRS} are needed")
+    if not all(0 < window.tokens_per_s < math.inf for window in windows):
+        raise ValueError("a window has no rate")
     logs = {
         level: [[math.log(w.tokens_per_s) for w in _of(windows, launch, level)] for launch in launches]
         for level in weights

@@ -51,8 +51,14 @@ def level_holds(
         claims: levels that are judged together, so that all of them hold by chance with 95 %.
 
     A prediction interval for the mean of the new blocks (Student's t), with 1 % on top: less is worth no step.
+
+    Raises:
+        ValueError: a rate that is none.
     """
     from scipy import stats
+
+    if not recorded or not measured or not all(0 < rate < math.inf for rate in (*recorded, *measured)):
+        raise ValueError(f"concurrency {concurrency}: rates that are none")
 
     logs = [math.log(rate) for rate in recorded]
     mean = math.fsum(logs) / len(logs)

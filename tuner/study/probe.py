@@ -18,7 +18,8 @@ from tuner.ask import ask
 from tuner.judge.quality import Answers, Likelihood
 from tuner.records import LaunchRecord, short_hash
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0
+"""Of one answer; several are made at once."""
 CHECK_TIMEOUT_S = 600.0
 LONGEST_TOKEN = 128
 """Characters. Runs of blanks are the longest tokens there are."""
