@@ -86,7 +86,7 @@ def load_export(path: Path | str) -> Exported:
             tuple(document.get("files", (FILE,))),
             tuple(document.get("secrets", ())),
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UsageError(f"{file} is not complete: {error}; export the study again") from error
     # The hash is over the record as it was launched, and cannot be checked where a secret was left out.
     if not found.secrets and record_hash(record) != provenance.record_hash:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -49,9 +50,15 @@ class Reference:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Reference:
-        """The reference that `to_dict` wrote."""
+        """The reference that `to_dict` wrote.
+
+        Raises:
+            ValueError: a rate that is none.
+        """
         levels = tuple(
             Level(one["concurrency"], tuple(one["tokens_per_s"]), tuple(one["within"]), one["role"])
             for one in data["levels"]
         )
+        if not all(0 < rate < math.inf for level in levels for rate in level.tokens_per_s):
+            raise ValueError("a figure of its reference is no rate")
         return cls(data["space"], levels, data["answers"], data["pair_sd"], data["fingerprint"])

@@ -11,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from study_records import BASELINE, FAST, OTHER, Study
 
+from tuner.export.reference import Reference
+from tuner.judge.calibration import Window, calibrate
+from tuner.judge.holds import level_holds
 from tuner.judge.intervals import PAIR_SD_FLOOR, detectable_effect, p_above, t_interval
 from tuner.judge.pareto import front
 from tuner.judge.text import recommendation_dict, recommendation_lines
@@ -90,6 +93,27 @@ def test_every_study_has_a_recommendation_that_can_be_printed(study: Study, weig
     json.dumps(recommendation_dict(found), allow_nan=False)
     if set(weights) - {pair.concurrency for pair in study.pairs} and weights.get(1):
         assert found.overall.winner is None  # not measured everywhere
+
+
+@pytest.mark.parametrize("bad", [*NOT_NUMBERS, 0.0, -1.0])
+def test_rates_that_are_none_are_refused_by_name(bad: float) -> None:
+    for recorded, measured in (([bad], [1.0]), ([1.0], [bad]), ([], [1.0]), ([1.0], [])):
+        with pytest.raises(ValueError, match="rates that are none"):
+            level_holds(8, recorded, measured)
+    windows = [Window(launch, 8, 0, 100.0 if launch else bad) for launch in range(5)]
+    with pytest.raises(ValueError, match="no rate"):
+        calibrate(windows, {8: 1.0})
+    level = {"concurrency": 8, "tokens_per_s": [bad], "within": [], "role": "confirm"}
+    with pytest.raises(ValueError, match="no rate"):
+        Reference.from_dict({"space": {}, "levels": [level], "answers": None, "pair_sd": None, "fingerprint": {}})
+
+
+def test_windows_that_agree_to_the_last_digit_make_no_quiet_machine() -> None:
+    windows = [Window(launch, 8, number, 100.0) for launch in range(8) for number in range(2)]
+    found = calibrate(windows, {8: 1.0})
+    assert found.pair_sd == PAIR_SD_FLOOR
+    assert found.pairs == 4
+    json.dumps(found.to_dict(), allow_nan=False)
 
 
 def said(low: float, high: float, level: int = 1) -> Verdict:
