@@ -166,7 +166,7 @@ def answer_faults(traces: Sequence[Trace], good: Sequence[Trace]) -> AnswerFault
         overrun_tokens=max((t.tokens - t.max_tokens for t in good if t.tokens is not None), default=0),
         short_outputs=sum(_short(t) for t in good),
         degenerate_outputs=sum(metrics.degenerate(t.text) for t in good),
-        undercounted=sum(metrics.undercounted(t) for t in traces if t.problem is None),
+        undercounted=sum(metrics.undercounted(t) for t in traces if t.ok),  # of a cut one the last count may be missing
     )
 
 

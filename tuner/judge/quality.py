@@ -182,7 +182,7 @@ def _judged(answers: Answers) -> bool:
     """Whether every answer that says something has likelihoods."""
     if len(answers.likelihoods) != len(answers.texts):
         return False
-    return all(one.chosen or not text for one, text in zip(answers.likelihoods, answers.texts, strict=True))
+    return all(one.chosen or not text.strip() for one, text in zip(answers.likelihoods, answers.texts, strict=True))
 
 
 def _parting(a: str, b: str) -> int:
