@@ -94,8 +94,7 @@ def summarise(seen: Recording, role: Role) -> tuple[Block, tuple[Trace, ...]]:
             ceiling_events_per_s=seen.ceiling_events_per_s,
             surroundings=seen.surroundings,
             recount=seen.recount,
-            **_counter_check(seen, change),
-            **vars(answer_faults(traces, good)),
+            **{**vars(answer_faults(traces, good)), **_counter_check(seen, change)},
         )
     )
     counters = {

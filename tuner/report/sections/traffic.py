@@ -45,7 +45,7 @@ def _lead(view: StudyView) -> str:
     ]
     if len({each.name for each in kinds}) < 2:
         return "Each class of requests beside the baseline's in the same pairs."
-    best, worst = (pick(kinds, key=lambda each: each.speedup) for pick in (max, min))
+    worst, *_, best = sorted(kinds, key=lambda each: each.speedup)
     return (
         f"Streams gain most on {best.name} ({percent(best.speedup)} at {best.concurrency}) and least on {worst.name} "
         f"({percent(worst.speedup)} at {worst.concurrency})."
