@@ -17,6 +17,7 @@ from tuner.study import tables
 from tuner.study.address import parsed, shown, without_secrets
 from tuner.study.names import sqlite_file
 from tuner.study.postgres import CONNECT_S, of_postgres, postgres_problem
+from tuner.study.turn import making_tables
 
 LOCK_TIMEOUT_S = 60.0
 """How long to wait for another reader or writer of a SQLite file, a dashboard for instance."""
@@ -213,7 +214,7 @@ def _lacking(engine: Engine) -> list[str]:
 
 
 def _create(engine: Engine) -> None:
-    with engine.begin() as connection:
+    with making_tables(engine), engine.begin() as connection:
         tables.metadata.create_all(connection)
         if connection.execute(sa.select(tables.schema.c.version)).first() is None:
             connection.execute(sa.insert(tables.schema).values(version=tables.SCHEMA_VERSION))

@@ -12,6 +12,7 @@ from tuner.study import optuna_tables
 from tuner.study.data import StoredTrial, TrialKind
 from tuner.study.database import ADVICE, LOCK_TIMEOUT_S, OTHER_VERSION, network_arguments
 from tuner.study.names import sqlite_file
+from tuner.study.turn import making_tables
 
 if TYPE_CHECKING:
     import optuna
@@ -69,7 +70,8 @@ class Trials:
         file = sqlite_file(self._url) is not None
         arguments = {"connect_args": {"timeout": LOCK_TIMEOUT_S}} if file else network_arguments(self._url)
         try:
-            return _storage(self._url, arguments)
+            with making_tables(self._reading):
+                return _storage(self._url, arguments)
         except RuntimeError as error:  # what Optuna raises when its tables are of another version
             raise UsageError(f"{OTHER_VERSION}, or with another Optuna: {error} {ADVICE}") from error
 

@@ -10,7 +10,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -48,6 +48,31 @@ def turn(engine: Engine, study: str, *, check: Callable[[], None] = lambda: None
     descriptor = os.open(f"{Path(file)}.turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         _wait(lambda: _locked(descriptor), study, check)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def making_tables(engine: Engine) -> Iterator[None]:
+    """Held while tables are made where there are none: of two that begin at once, the second finds them made."""
+    if engine.dialect.name == "postgresql":
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(sa.select(sa.func.pg_advisory_lock(_key(""))))
+            try:
+                yield
+            finally:
+                connection.execute(sa.select(sa.func.pg_advisory_unlock(_key(""))))
+        return
+    file = engine.url.database if engine.dialect.name == "sqlite" else None
+    if not file or file == ":memory:":
+        yield
+        return
+    # The folder, so that no file of ours is left where there may be no room or right for one.
+    descriptor = os.open(Path(file).resolve().parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks: whoever comes second is told by the database
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
