@@ -92,6 +92,7 @@ def main() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     serve = [sys.executable, "-m", "engine", "serve", "--model", "smollm2-135m", "--port", str(port)]
+    serve += ["--prefix-cache", "off"]  # ours asks prompts anew, theirs the same again
     rounds = []
     with (
         tempfile.TemporaryDirectory() as folder,
