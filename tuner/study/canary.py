@@ -4,7 +4,7 @@ Whether an all-reduce path or a setting of NCCL works is not known before a serv
 candidate on one that does not would cost a launch. So the first candidate with another value than the baseline's is the
 one that differs from the baseline by as little else as can be: the canary. It is measured like any other. Where it
 fails, no candidate with that value is launched, unless another worker has seen one work; until it has ended, none is
-begun.
+begun. Such a failure is an answer, and none of those that stop a study for failing alike (`answers`).
 
 Every path and every word of a setting of NCCL has a canary; of more than `MOST_NUMBERS` numbers only the least and the
 greatest have one.
@@ -54,7 +54,8 @@ def baseline_value(space: Space, name: str) -> Setting | None:
     if name in space.baseline.settings:
         return space.baseline.settings[name]
     if name.startswith("env."):
-        return space.env.get(name.removeprefix("env.")) or UNSET
+        given = space.env.get(name.removeprefix("env."))
+        return UNSET if given is None else given
     found: Setting | None = space.args.get(name)
     return found
 
@@ -83,13 +84,16 @@ NOTHING = Proofs(frozenset(), {}, frozenset(), ())
 def proofs(data: StudyData) -> Proofs:
     """What is known of each value.
 
-    A canary that failed refutes its value. Where it had two values of which nothing was known, it refutes neither, and
-    each has another canary: a value that fails twice in such company is refuted as well.
+    A canary that failed refutes its value. Where it had something else too of which nothing was known, another value or
+    a setting that the baseline does not have and that no candidate has worked with, it refutes neither, and the value
+    has another canary: one that fails twice in such company is refuted as well. A drafter that does nothing refutes no
+    value, which has another canary too. What was forgiven was never tried.
     """
     if not (proven := to_prove(data.space)):
         return NOTHING
     values = {c: _among(data, candidate, proven) for c, candidate in data.candidates.items()}
-    works = {v for t in data.trials if t.constraints.get("launch", 1.0) <= 0 for v in values[t.candidate_id]}
+    working = _working(data)
+    works = {v for t in _worked(data) for v in values[t.candidate_id]}
     running = {v for t in data.trials if t.running for v in values[t.candidate_id]} - works
     refuted: dict[Value, str] = {}
     failed: Counter[Value] = Counter()
@@ -98,9 +102,13 @@ def proofs(data: StudyData) -> Proofs:
         unknown = [each for each in values[trial.candidate_id] if each not in works]
         if trial.running or trial.kind in ("illegal", "out_of_launches") or any(each in refuted for each in unknown):
             continue
+        if _forgiven(data, trial):
+            continue
         why = _fault(data, trial)
+        alone = len(unknown) == 1 and not _news(data, data.candidates[trial.candidate_id], working) - set(unknown)
         for each in unknown:
-            if why and tried[each] == failed[each] < 2 and (len(unknown) == 1 or failed[each] == 1):
+            counts = why and why != "spec_inactive" and (alone or failed[each] == 1)
+            if counts and tried[each] == failed[each] < 2:
                 name, value = each
                 refuted[each] = f"{name}={value} was tried by itself in trial {trial.number} and failed ({why})"
             tried[each] += 1
@@ -114,15 +122,26 @@ def proofs(data: StudyData) -> Proofs:
     return Proofs(frozenset(works), refuted, frozenset(running), tuple(wanted))
 
 
+def answers(data: StudyData) -> frozenset[str]:
+    """The candidates whose failure says something of a value to prove, and of nothing else."""
+    if not (proven := to_prove(data.space)):
+        return frozenset()
+    working = _working(data)
+    news = {c: _news(data, candidate, working) for c, candidate in data.candidates.items()}
+    return frozenset(c for c, new in news.items() if len(new) == 1 and new <= set(proven))
+
+
 def next_canary(data: StudyData, universe: Mapping[str, Listed], found: Proofs) -> Listed | None:
     """The canary of the first value that needs one and has a candidate left; None where none has."""
     proven = to_prove(data.space)
     tried = {trial.candidate_id for trial in data.trials}
+    working, failing = _working(data), _failing(data)
     for wanted in found.wanted:
 
-        def near(each: Listed, wanted: Value = wanted) -> tuple[int, int]:
+        def near(each: Listed, wanted: Value = wanted) -> tuple[int, int, int, int]:
             others = [v for v in _among(data, each.candidate, proven) if v != wanted and v not in found.works]
-            return len(others), _apart(data.space, each.candidate)
+            new = _news(data, each.candidate, working) - {wanted}
+            return len(others), len(new & failing), len(new), _apart(data.space, each.candidate)
 
         fit = [
             each
@@ -156,6 +175,34 @@ def _fault(data: StudyData, trial: StoredTrial) -> str:
     launches = data.launched_for.get(trial.slot, ())
     failures = [launch.failure for launch in launches if launch.failure is not None and not launch.forgiven]
     return failures[-1].kind if failures and failures[-1].blame == "candidate" else ""
+
+
+def _forgiven(data: StudyData, trial: StoredTrial) -> bool:
+    """Whether a trial failed by what its study was stopped for, and the user has seen to since."""
+    launches = data.launched_for.get(trial.slot, ())
+    failed = [launch for launch in launches if launch.failure is not None]
+    return bool(failed) and trial.constraints.get("launch", 1.0) > 0 and all(launch.forgiven for launch in failed)
+
+
+def _worked(data: StudyData) -> list[StoredTrial]:
+    return [trial for trial in data.trials if trial.constraints.get("launch", 1.0) <= 0]
+
+
+def _working(data: StudyData) -> set[Value]:
+    """Every setting, with its value, that a server has worked with."""
+    return {each for trial in _worked(data) for each in data.candidates[trial.candidate_id].settings.items()}
+
+
+def _failing(data: StudyData) -> set[Value]:
+    """Every setting, with its value, of the candidates that did not work."""
+    failed = [t for t in data.measured if not t.running and t.constraints.get("launch", 1.0) > 0]
+    return {each for trial in failed for each in data.candidates[trial.candidate_id].settings.items()}
+
+
+def _news(data: StudyData, candidate: Candidate, working: set[Value]) -> set[Value]:
+    """What a candidate has and the baseline has not, and no server has worked with."""
+    names = set(_differing(data.space, candidate)) & candidate.settings.keys()
+    return {(name, candidate.settings[name]) for name in names} - working
 
 
 def _value(space: Space, candidate: Candidate, name: str) -> Setting | None:

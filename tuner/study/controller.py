@@ -343,7 +343,9 @@ class Controller:
         space = data.space
 
         def legal(one: Candidate) -> bool:
-            return illegal(space, self.engine, one) is None and ruled_out(space, one, self._known[1].refuted) is None
+            found = self._known[1]
+            kept = ruled_out(space, one, found.refuted) is not None or in_proof(space, one, found.running)
+            return not kept and illegal(space, self.engine, one) is None
 
         return Proposer(space, data.seed, self._universe, legal)
 

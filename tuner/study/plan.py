@@ -163,8 +163,15 @@ def _notes(space: Space, found: _Candidates, policy: Policy, hours: float) -> tu
         notes.append("only one candidate is left: the study compares it with the baseline, there is nothing to search")
     if found.proven:
         named = ", ".join(dict.fromkeys(name for name, _ in found.proven))
+        room = budget.launches - 2 * planned_pairs(budget.launches, policy) - 1
+        most = (
+            f", most of the search's {room} launches; give more, or fewer values"
+            if 2 * len(found.proven) > room
+            else ""
+        )
         notes.append(
             f"{len(found.proven)} launches are canaries: values of {named}, each tried alone before it is searched"
+            f"{most}"
         )
     if planned_pairs(budget.launches, policy) < 4:
         notes.append(f"a claim needs 4 pairs of confirmation, so at least 10 launches; the budget is {budget.launches}")

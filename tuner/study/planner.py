@@ -18,6 +18,7 @@ from typing import Literal
 from tuner.bench.gates import ENVIRONMENT_GATES
 from tuner.launch.kinds import KINDS
 from tuner.records import Failure, Gate
+from tuner.study.canary import answers
 from tuner.study.data import Confirmation, Slot, StoredLaunch, StoredTrial, StudyData
 from tuner.study.hot import Running, baseline_slot, fresh_baseline, given_up, group, has_baseline, row, served
 from tuner.study.policy import Policy, planned_pairs
@@ -391,14 +392,20 @@ def _hot_baseline(data: StudyData, policy: Policy, running: Running) -> Step | N
 def failing_alike(data: StudyData, candidate_id: str) -> tuple[str, ...]:
     """The latest candidates of the search, this one last, whose launches all ended in the same failure.
 
-    The machine's own faults, and those that the user has been told of already, end the row.
+    The machine's own faults, and those that the user has been told of already, end the row. What shows that a path or a
+    setting of NCCL does not work here (a canary) is not of it.
     """
+    expected = answers(data)
+    if candidate_id in expected:
+        return ()
     last: dict[str, StoredLaunch] = {}
     for launch in data.launches:
         if launch.slot.role == "screen" and launch.slot.candidate_id != data.baseline.id:
             last[launch.slot.candidate_id] = launch
     alike: list[str] = []
     for trial in reversed(data.measured):
+        if trial.candidate_id in expected:
+            continue
         ended = last.get(trial.candidate_id)
         if ended is None or ended.failure is None or ended.forgiven or ended.failure.blame != "candidate":
             break

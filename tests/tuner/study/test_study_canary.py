@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.tuner.study.toy_study import ToyMachine, controller, space, study
+from tuner.errors import StudyStopped
 from tuner.records import Failure
 from tuner.study.canary import in_proof, next_canary, proofs, to_prove
 from tuner.study.data import StoredTrial, StudyData
@@ -67,6 +68,63 @@ def test_a_path_that_failed_by_itself_is_paid_for_once(tmp_path: Any, sampler: s
     refused = [trial.why for trial in data.trials if trial.kind == "known_crash"]
     assert all("was tried by itself in trial" in why and kind in why for why in refused)
     assert refused or sampler in ("model", "exhaustive")
+
+
+@pytest.mark.parametrize("sampler", ["model", "random"])
+def test_paths_that_all_fail_alike_stop_no_study(tmp_path: Any, sampler: str) -> None:
+    """The baseline works, so the machine does; more of them than would stop a study by failing in a row."""
+    data = searched(tmp_path, {"nvls", "custom", "mscclpp"}, sampler)
+    tried = paths(data, "measured")
+    assert [tried.count(path) for path in ("nvls", "custom", "mscclpp")] == [1, 1, 1]
+    assert tried.count("nccl") > 3
+    assert data.state == "done"
+
+
+def test_candidates_that_fail_alike_stop_a_study_that_has_canaries_too(tmp_path: Any) -> None:
+    def fails(phase: str, settings: Any, _count: int) -> Failure | None:
+        dead = phase == "start" and settings["speculation"] == "eagle3"
+        return Failure("startup_crash", "start", "no such head") if dead else None
+
+    store = study(tmp_path, space(SPACE))
+    policy = Policy(pairs=0, no_gain=99, fewest=99, same_failures_later=3)
+    with pytest.raises(StudyStopped, match="failed alike"):
+        controller(store, ToyMachine(speed=value, fails=fails), policy=policy).run()
+
+
+@pytest.mark.parametrize("kind", ["startup_crash", "spec_inactive"])
+@pytest.mark.parametrize("broken", [{"speculation": "ngram"}, {"num_steps": 1}])
+def test_what_a_drafter_fails_by_is_held_against_no_path(tmp_path: Any, kind: str, broken: dict[str, Any]) -> None:
+    """No candidate is without a drafter, so that a canary has one that nobody has seen work."""
+
+    def fails(phase: str, settings: Any, _count: int) -> Failure | None:
+        dead = phase == "start" and broken.items() <= settings.items()
+        return Failure(kind, "start", "of the drafter") if dead else None
+
+    machine = ToyMachine(speed=value, fails=fails)
+    store = study(tmp_path, space(SPACE, "parameters.speculation.choices=[ngram, eagle3]"))
+    data = controller(store, machine, policy=Policy(pairs=0, no_gain=99, fewest=99)).run()
+    assert proofs(data).refuted == {}
+    worked = {data.settings_of(t.candidate_id)["allreduce"] for t in data.measured if t.feasible}
+    assert {"custom", "nvls", "mscclpp"} <= worked
+
+
+def test_a_failure_that_was_forgiven_refutes_no_value_and_proves_none(tmp_path: Any) -> None:
+    """The study stopped by it, and the user has seen to the cause."""
+    away = [True]
+
+    def fails(phase: str, settings: Any, _count: int) -> Failure | None:
+        dead = phase == "start" and settings["allreduce"] == "custom" and away[0]
+        return Failure("startup_crash", "start", "not set up yet") if dead else None
+
+    machine = ToyMachine(speed=value, fails=fails)
+    store = study(tmp_path, space(SPACE, "parameters.speculation.choices=[eagle3]"))
+    policy = Policy(pairs=0, no_gain=99, fewest=99, same_failures=2)
+    with pytest.raises(StudyStopped, match="failed alike"):
+        controller(store, machine, policy=policy).run()
+    away[0] = False
+    data = controller(store, machine, policy=policy).run()
+    assert proofs(data).refuted == {}
+    assert ("allreduce", "custom") in proofs(data).works
 
 
 def test_a_fault_of_the_machine_refutes_no_path(tmp_path: Any) -> None:

@@ -129,4 +129,9 @@ def test_a_race_is_estimated_to_take_less_than_whole_blocks_where_there_is_one()
 def test_canaries_are_counted() -> None:
     notes = outlook(read_space("pcie_blackwell_sglang.yaml", ("engine.kind=simulated",))).notes
     said = "values of allreduce, env.NCCL_PROTO, env.NCCL_P2P_LEVEL, env.NCCL_MAX_CTAS, each tried alone"
-    assert any(note.startswith("7 launches are canaries: ") and said in note for note in notes)
+    assert any(
+        note.startswith("7 launches are canaries: ") and note.endswith(f"{said} before it is searched")
+        for note in notes
+    )
+    small = outlook(read_space("pcie_blackwell_sglang.yaml", ("engine.kind=simulated", "budget.launches=20"))).notes
+    assert any("most of the search's" in note and "give more, or fewer values" in note for note in small)
