@@ -27,23 +27,32 @@ _OWN = {
 }
 """What a path sets itself, whatever else is said."""
 
-_EVERY = r"(?i:\^?(?:{words})(?:,(?:{words}))*)"
-_FUNCTIONS = r"(?i:(?:[a-z]+:\^?(?:{words})(?:,(?:{words}))*)(?:;[a-z]+:\^?(?:{words})(?:,(?:{words}))*)*)"
 _PROTOCOLS = "LL128|LL|Simple"
-_ALGORITHMS = "Ring|Tree|CollnetDirect|CollnetChain|NVLSTree|NVLS|PAT"
+_OTHERS = "Tree|CollnetDirect|CollnetChain|NVLSTree|NVLS|PAT"
+_ALGORITHMS = f"Ring|{_OTHERS}"
+
+
+def _by_function(every: str, words: str) -> str:
+    """The pattern of a list for every function, lists by function, or both: ring;allreduce:tree."""
+    one = rf"[a-z]+:\^?(?:{words})(?:,(?:{words}))*"
+    return rf"(?i:(?:{every})(?:;{one})*|{one}(?:;{one})*)"
+
+
 _SWITCH = ("[01]", "0 or 1")
 _CTAS = ("[1-9]|[1-5][0-9]|6[0-4]", "a whole number from 1 to 64")
 
 _VALID: Mapping[str, tuple[str, str]] = {
     "NCCL_P2P_LEVEL": ("|".join(LEVELS), "LOC, NVL, PIX, PXB, PHB or SYS"),
     "NCCL_PROTO": (
-        f"{_EVERY.format(words=_PROTOCOLS)}|{_FUNCTIONS.format(words=_PROTOCOLS)}",
+        _by_function(rf"\^?(?:{_PROTOCOLS})(?:,(?:{_PROTOCOLS}))*", _PROTOCOLS),
         "LL, LL128, Simple, a list of them, or by function as in allreduce:LL",
     ),
     "NCCL_ALGO": (
-        rf"(?i:Ring|\^(?:{_ALGORITHMS})(?:,(?:{_ALGORITHMS}))*)|{_FUNCTIONS.format(words=_ALGORITHMS)}",
-        "by function, as in allreduce:tree or allreduce:ring (since NCCL 2.24 an algorithm for all of them fails those "
-        "that lack it)",
+        _by_function(
+            rf"(?:(?:{_OTHERS}),)*Ring(?:,(?:{_ALGORITHMS}))*|\^(?:{_OTHERS})(?:,(?:{_OTHERS}))*", _ALGORITHMS
+        ),
+        "by function, as in allreduce:tree or allreduce:ring, or a list with ring (since NCCL 2.24 an algorithm for "
+        "all of them fails those that lack it)",
     ),
     "NCCL_MIN_CTAS": _CTAS,
     "NCCL_MAX_CTAS": _CTAS,
@@ -58,7 +67,7 @@ _VALID: Mapping[str, tuple[str, str]] = {
     "NCCL_GRAPH_REGISTER": _SWITCH,
     "NCCL_GRAPH_MIXING_SUPPORT": _SWITCH,
     "NCCL_IGNORE_CPU_AFFINITY": _SWITCH,
-    "NCCL_CTA_POLICY": ("DEFAULT|EFFICIENCY|ZERO", "DEFAULT, EFFICIENCY or ZERO"),
+    "NCCL_CTA_POLICY": ("DEFAULT|EFFICIENCY|ZERO|[012]", "DEFAULT, EFFICIENCY or ZERO (before NCCL 2.29 0, 1 or 2)"),
 }
 """Variable → what its values match, and what they are. Variables that are not here take any value."""
 

@@ -73,7 +73,10 @@ def test_what_a_path_sets_itself_is_not_searched_beside_it(tmp_path: Path) -> No
     [
         ("P2P_LEVEL", ["LOC", "PXB", "SYS"], ["4", "PCI"]),
         ("PROTO", ["LL", "Simple", "simple", "LL,Simple", "^LL128", "allreduce:LL"], ["LL64", ""]),
+        ("PROTO", ["^LL128;allreduce:LL", "LL,Simple;allreduce:^LL"], ["allreduce:LL;Simple"]),
         ("ALGO", ["allreduce:tree", "allreduce:ring;broadcast:ring", "Ring", "^Tree"], ["Tree", "allreduce"]),
+        ("ALGO", ["tree,ring", "ring,collnetdirect;allreduce:tree", "^nvls;allreduce:^tree"], ["^Ring", "tree,nvls"]),
+        ("CTA_POLICY", ["EFFICIENCY", 1], ["efficient", 3]),
         ("MAX_CTAS", [1, 16, "64"], [0, 65, "many"]),
         ("NTHREADS", [64, 512], [100]),
         ("CUMEM_ENABLE", [0, 1], ["on"]),
