@@ -204,7 +204,13 @@ def _in_use(space: Space, most: int, baseline: Mapping[str, Any], devices: Seque
     from tuner.launch.strangers import held_unseen, strangers
 
     ours = (used_devices(space, devices) or tuple(map(str, range(most))))[:most]
-    found = [f"process {one.pid} holds {one.used_mib or 'unknown'} MiB" for one in strangers(ours)]
+    held = strangers(ours)
+    theirs = {one.pid for one in strangers(ours, but_ours=True)} if held else set()
+    found = [
+        f"process {one.pid}{'' if one.pid in theirs else ', a server of a study at work,'} "
+        f"holds {one.used_mib or 'unknown'} MiB"
+        for one in held
+    ]
     share = baseline.get("memory_fraction")
     if not found and isinstance(share, float):
         unseen = held_unseen(ours, share)

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from tuner.engines.versions import known
+from tuner.errors import EnvironmentBroken
+from tuner.launch.gpu import GpuProcess
 from tuner.space.load import find_space, shipped
-from tuner.study.preflight import kept_secret, preflight, require
+from tuner.study.preflight import kept_secret, preflight, require, require_free
 from tuner.study.session import read_space
 
 SERVED = ("vllm_cpu", "vllm_single_gpu", "sglang_single_gpu", "llama_server", "pcie_blackwell_sglang")
@@ -151,3 +153,13 @@ def test_a_draft_that_is_not_there_is_found_before_a_launch_unless_a_container_h
     (refused,) = preflight(read_space(str(file))).refused
     assert refused.startswith("draft_head: '/no/such/head' does not exist; valid: ")
     assert preflight(read_space(str(file), ("engine.container.image=lmsysorg/sglang:v0.5.23",))).refused == ()
+
+
+def test_who_holds_a_gpu_is_told_from_the_server_of_a_study_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strangers(_devices: object, *, but_ours: bool = False) -> list[GpuProcess]:
+        return [GpuProcess(11, 9000)] if but_ours else [GpuProcess(11, 9000), GpuProcess(12, 70000)]
+
+    monkeypatch.setattr("tuner.launch.strangers.strangers", strangers)
+    with pytest.raises(EnvironmentBroken) as caught:
+        require_free(read_space("vllm_single_gpu.yaml"))
+    assert "process 11 holds 9000 MiB, process 12, a server of a study at work, holds 70000 MiB" in str(caught.value)
