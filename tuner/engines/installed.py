@@ -39,6 +39,8 @@ class Program:
     help: tuple[str, ...]
     package: str | None
     advice: str
+    asked: tuple[str, ...] = ()
+    """What asks a program that is no Python for its version, before --version does."""
 
 
 def located(program: Program) -> Path:
@@ -101,21 +103,24 @@ def _version(program: Program, path: str) -> str:
 
 
 def _version_of_wrapper(program: Program, path: str) -> str:
-    """What a script around the engine says to `--version`, which it has to pass on."""
+    """What a script around the engine says to `--version` (or in the engine's own word), which it has to pass on."""
+    words = (*program.asked, "--version")
     wanted = (
-        f"{path} is no program of Python, so that its version is asked by --version. A script around {program.engine} "
+        f"{path} is no program of Python, so that its version is asked by {' and '.join(words)}. A script around "
+        f"{program.engine} "
         f'must pass its arguments on (exec {program.engine} "$@"), or engine.args.version must say which one it is'
     )
-    try:
-        answer = _ask([path, "--version"], _VERSION_TIMEOUT_S)
-    except EnvironmentBroken as error:
-        raise EnvironmentBroken(f"{error}. {wanted}") from error
     told = re.compile(rf"(?:{re.escape(program.engine)})?(?:[\s,:]*version)?[\s:]*v?(\d+\.\d[\w.+!-]*)", re.IGNORECASE)
-    found = [match[1] for line in answer.splitlines() if (match := told.fullmatch(line.strip()))]
-    if not found:
-        said = " ".join(answer.split())[-200:]
-        raise EnvironmentBroken(f"{program.engine} tells no version: {path} --version says {said!r}. {wanted}")
-    return found[-1]
+    answer = ""
+    for word in words:
+        try:
+            answer = _ask([path, word], _VERSION_TIMEOUT_S)
+        except EnvironmentBroken as error:
+            raise EnvironmentBroken(f"{error}. {wanted}") from error
+        if found := [match[1] for line in answer.splitlines() if (match := told.fullmatch(line.strip()))]:
+            return found[-1]
+    said = " ".join(answer.split())[-200:]
+    raise EnvironmentBroken(f"{program.engine} tells no version: {path} --version says {said!r}. {wanted}")
 
 
 def interpreter(path: Path) -> list[str] | None:

@@ -75,6 +75,23 @@ _PATHS: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
 }
 """One path of the all-reduce: flags and variables that switch it on; every other path is then switched off by name."""
 
+_PATH_SWITCHES = {
+    "flashinfer_fusion": "flashinfer_allreduce_fusion_backend",
+    "symm_mem": "enable_torch_symm_mem",
+    "nccl_symm": "enable_symm_mem",
+    "mscclpp": "enable_mscclpp",
+    "nvls": "enable_nccl_nvls",
+}
+"""What its own account of itself calls the switch of a path."""
+
+_GIVES_UP = {
+    "custom": "log_custom",
+    "symm_mem": "log_symm_mem",
+    "mscclpp": "log_mscclpp",
+    "flashinfer_fusion": "log_fusion",
+}
+"""Paths of which a line of the log says that the sums go another way (srt/distributed, srt/layers)."""
+
 _NO_FUSION = "--enforce-disable-flashinfer-allreduce-fusion"
 _OVERLAP_BY_FLAG = (0, 5, 23)
 """From here on SGLANG_ENABLE_SPEC_V2 is known to be gone; to some release before it switched overlap on."""
@@ -134,8 +151,13 @@ class SglangEngine(ServedEngine):
     }
     also_read: ClassVar[Mapping[str, str]] = {
         "log_adaptive": r"speculative_adaptive disabled",
-        "log_pcie_ipc": r"FlashInfer PCIe-IPC all-reduce (?:enabled|skipped)|PCIe-IPC .*failed",
-        "log_custom": r"[Cc]ustom all-?reduce .*(?:disabled|not supported)|Setup Custom allreduce failed",
+        "log_pcie_ipc": r"FlashInfer PCIe-IPC (?:all-reduce|workspace|allreduce failed)|PCIE_IPC_ALLREDUCE is set but",
+        # The newer kernels (CustomAllReduceV2) may be disabled and these still serve.
+        "log_custom": r"Custom ?[Aa]llreduce is disabled|Setup Custom allreduce failed",
+        "log_symm_mem": r"TorchSymmMemCommunicator: .*not (?:supported|available)",
+        "log_mscclpp": r"PyMscclpp (?:is (?:unavailable|disabled)|did not produce)",
+        "log_fusion": r"Failed to initialize FlashInfer workspace|(?i:FlashInfer allreduce fusion disabled)"
+        r"|Skipping allreduce fusion|allreduce_fusion API is not available|FlashInfer comm not available",
         "log_synchronous": r"Non-overlap \(synchronous\) spec v2 is used",
         "log_reduced": r"max_running_requests was reduced",
     }
@@ -143,7 +165,7 @@ class SglangEngine(ServedEngine):
     def program(self, args: Mapping[str, Any]) -> Program:
         """See `ServedEngine.program`."""
         advice = "Install it (pip install sglang), best in an environment of its own"
-        return Program("sglang", command_of(args, "sglang", "serve"), ("--help",), "sglang", advice)
+        return Program("sglang", command_of(args, "sglang", "serve"), ("--help",), "sglang", advice, ("version",))
 
     def completed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """See `ServedEngine.completed`."""
@@ -247,9 +269,7 @@ class SglangEngine(ServedEngine):
 
     def effective(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """From /server_info: the first internal state over the top level, which is from before the start."""
-        states = info.get("internal_states")
-        state = states[0] if isinstance(states, list) and states and isinstance(states[0], Mapping) else {}
-        both = {**info, **state}
+        both = self._both(info)
         told = {name: both[key] for name, key in _STATE.items() if both.get(key) is not None}
         if isinstance(most := both.get("effective_max_running_requests_per_dp"), int):
             told["max_running_requests"] = most
@@ -269,14 +289,30 @@ class SglangEngine(ServedEngine):
             told["acceptance"] = "rejection" if rejects else "target"
         return told
 
+    @staticmethod
+    def _both(info: Mapping[str, Any]) -> dict[str, Any]:
+        states = info.get("internal_states")
+        state = states[0] if isinstance(states, list) and states and isinstance(states[0], Mapping) else {}
+        return {**info, **state}
+
     def fell_back(self, record: LaunchRecord, info: Mapping[str, Any]) -> list[Mismatch]:
         """The all-reduce paths that SGLang leaves with no more than a line of its log."""
-        asked = record.expected.get("allreduce", "auto")
-        said = list(info.get("log_pcie_ipc") or ())
-        if asked == "flashinfer_pcie_ipc" and "log_pcie_ipc" in info and not any("enabled" in line for line in said):
-            return [Mismatch("allreduce", asked, "nccl", said[0] if said else "the log does not name it")]
-        if asked == "custom" and (lines := info.get("log_custom")):
+        asked = str(record.expected.get("allreduce", "auto"))
+        if asked == "flashinfer_pcie_ipc" and "log_pcie_ipc" in info:
+            said = [str(line) for line in info["log_pcie_ipc"] or ()]
+            # It is enabled first, and has its workspace with the first sum that it could serve.
+            broken = [line for line in said if "failed" in line]
+            if not any("workspace built" in line for line in said):
+                broken += [line for line in said if "stay on NCCL" in line]
+            if broken or not any("enabled" in line for line in said):
+                why = [*broken, *said, "the log does not name it"][0]
+                return [Mismatch("allreduce", asked, "nccl", why)]
+        if lines := info.get(_GIVES_UP.get(asked, "")):
             return [Mismatch("allreduce", asked, "nccl", lines[0])]
+        switch = _PATH_SWITCHES.get(asked, "")
+        both = self._both(info)
+        if switch in both and not both[switch]:
+            return [Mismatch("allreduce", asked, "auto", f"{switch} is {both[switch]}")]
         return []
 
 

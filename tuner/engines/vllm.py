@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
+from tuner.engines.allreduce import Fabric
 from tuner.engines.base import Mismatch
-from tuner.engines.flags import Flag, json_text
+from tuner.engines.flags import Flag, flag_of, json_text
 from tuner.engines.installed import Program
 from tuner.engines.neutral import SPECULATIVE, subset
 from tuner.engines.served import ServedEngine, Told, command_of, local, owned
 from tuner.engines.speculation import depths
-from tuner.records import LaunchRecord
+from tuner.engines.versions import numbers
+from tuner.records import LaunchRecord, Setting
 
 _ON_OFF = {"on": True, "off": False}
 
@@ -72,6 +75,14 @@ _ALL_OFF = {
     "VLLM_USE_NCCL_SYMM_MEM": "0",
 }
 
+_COMPILATION = "--compilation-config"
+_FUSED = f"{_COMPILATION}.pass_config.fuse_allreduce_rms"
+"""On by default on Hopper and Blackwell with FlashInfer (vllm/config/vllm.py, enable_allreduce_rms_fusion), whatever
+the variables say: sums of a decode step then go by FlashInfer's fused kernels, and by no other path."""
+_FUSES = (0, 12)
+"""The first release that calls them so."""
+
+_NCCL = ("nccl", "nccl_ring", "nccl_tree")
 _LOG_NAMES = {"custom": "CUSTOM", "symm_mem": "SYMM_MEM", "nccl_symm": "NCCL_SYMM_MEM"}
 """How the log line of the chosen backends calls a path (vllm/distributed/device_communicators/cuda_communicator.py)."""
 
@@ -112,7 +123,7 @@ class VllmEngine(ServedEngine):
         "num_draft_tokens": "depth + 1, no flag",
         "policy": "fixed only",
         "device": "by the package; sets what is told besides",
-        "allreduce": "--disable-custom-all-reduce and VLLM_* variables",
+        "allreduce": "--disable-custom-all-reduce, VLLM_* variables and pass_config.fuse_allreduce_rms",
     }
     info_path = "/server_info?config_format=json"
     flush_path = "/reset_prefix_cache"
@@ -180,6 +191,23 @@ class VllmEngine(ServedEngine):
             found.append("allreduce: has no meaning with one GPU (tp 1); valid: auto")
         return found
 
+    def _problems(
+        self, args: Mapping[str, Any], settings: Mapping[str, Setting], fabric: Fabric | None = None
+    ) -> list[str]:
+        found = super()._problems(args, settings, fabric)
+        if found or settings.get("allreduce", args.get("allreduce", "auto")) == "auto":
+            return found
+        for argument in map(str, args.get("extra", ())):
+            whole = argument.startswith("-") and flag_of(argument) in (_COMPILATION, "-cc")
+            if whole and "fuse_allreduce_rms" in argument:
+                found.append(f"extra: {argument} is said by allreduce; say it there")
+            elif whole and not argument.replace("_", "-").startswith(f"{_COMPILATION}."):
+                found.append(
+                    f"extra: {argument.partition('=')[0]} takes the place of what allreduce says there, or loses to "
+                    f"it; write its keys one by one, as in {_COMPILATION}.cudagraph_mode=FULL"
+                )
+        return found
+
     def told(self, values: Mapping[str, Any]) -> Told:
         """See `ServedEngine.told`."""
         told = Told()
@@ -193,7 +221,18 @@ class VllmEngine(ServedEngine):
             told.env |= {**_ALL_OFF, **_PATHS[path]}
             if path != "custom":
                 told.argv.append("--disable-custom-all-reduce")
+            if path != "flashinfer_fusion":
+                told.argv += [_FUSED, "false"]
         return told
+
+    def record(self, **given: Any) -> LaunchRecord:
+        """See `Engine.record`. Releases whose fused kernels had another name, and were off, are not told of them."""
+        record = super().record(**given)
+        old = numbers(record.engine_version)
+        if not old or old >= _FUSES or _FUSED not in record.argv:
+            return record
+        at = record.argv.index(_FUSED)
+        return replace(record, argv=(*record.argv[:at], *record.argv[at + 2 :]))
 
     def address(self, model: str, served: str, host: str, port: int) -> list[str]:
         """See `ServedEngine.address`."""
@@ -220,7 +259,22 @@ class VllmEngine(ServedEngine):
             return [Mismatch("allreduce", asked, chosen[0], why)]
         if chosen and asked == "flashinfer_pcie_ipc" and not info.get("log_pcie_ipc"):
             return [Mismatch("allreduce", asked, chosen[0], why + " and no PCIe IPC")]
+        if asked in _NCCL and (others := [name for name in chosen if name != "PYNCCL"]):
+            return [Mismatch("allreduce", asked, others[0], why)]
+        fused = _fused(info)
+        if asked not in ("auto", "flashinfer_fusion") and fused:
+            return [Mismatch("allreduce", asked, "flashinfer_fusion", "fuse_allreduce_rms is on")]
+        if asked == "flashinfer_fusion" and chosen and "FLASHINFER" not in chosen and not fused:
+            return [Mismatch("allreduce", asked, chosen[0], why)]
         return []
+
+
+def _fused(info: Mapping[str, Any]) -> bool:
+    """Whether the compiled model sums by FlashInfer's fused kernels."""
+    found: Any = info
+    for key in ("vllm_config", "compilation_config", "pass_config", "fuse_allreduce_rms"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found is True
 
 
 def _strays(values: Mapping[str, Any], drafter: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,36 @@ class TestVllm:
         assert launch.env["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
         assert "--disable-custom-all-reduce" in launch.argv
 
+    @pytest.mark.parametrize("path", [p for p in get_engine("vllm").settings["allreduce"].choices if p != "auto"])
+    def test_the_fused_kernels_carry_sums_only_where_they_are_asked_for(self, path: str) -> None:
+        launch, engine = record("vllm", {"speculation": "none", "allreduce": path}, tp=8), get_engine("vllm")
+        flag = "--compilation-config.pass_config.fuse_allreduce_rms"
+        asked = path == "flashinfer_fusion"
+        assert (flag not in launch.argv) if asked else value(launch, flag) == "false"
+        config = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": True}}}
+        assert (engine.mismatches(launch, {"vllm_config": config}) == []) == asked
+        assert flag not in record("vllm", {"speculation": "none"}, tp=8).argv
+        old = record("vllm", {"speculation": "none", "allreduce": path}, tp=8, version="0.11.2")
+        assert flag not in old.argv, "it had another name there"
+        assert set(launch.argv) - set(old.argv) <= {flag, "false"}
+
+    @pytest.mark.parametrize(
+        ("argument", "says"),
+        [
+            ("--compilation-config", "takes the place of what allreduce says"),
+            ('-cc={"mode": 3}', "takes the place of what allreduce says"),
+            ("-cc.mode=3", "takes the place of what allreduce says"),
+            ("--compilation-config.pass_config.fuse_allreduce_rms=true", "is said by allreduce"),
+            ("--compilation_config.mode=3", None),
+            ("--max-logprobs=3", None),
+        ],
+    )
+    def test_a_users_own_compilation_is_not_lost_beside_a_path(self, argument: str, says: str | None) -> None:
+        args = {**ARGS["vllm"], "tp": 8, "extra": [argument]}
+        found = get_engine("vllm").problems(args, {"speculation": "none", "allreduce": "nccl"})
+        assert (says is None and found == []) or (says is not None and says in found[0])
+        assert get_engine("vllm").problems(args, {"speculation": "none"}) == []
+
     def test_what_is_in_effect_is_read_from_its_configuration_and_its_log(self) -> None:
         launch = record("vllm", {"speculation": "ngram", "num_steps": 3, "disable_batch_threshold": 8})
         spec = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -124,11 +155,19 @@ class TestVllm:
             ("custom", "Using ['PYNCCL'] all-reduce backends (in dispatch order) out of ['CUSTOM', 'PYNCCL']", False),
             ("symm_mem", "Using ['NCCL_SYMM_MEM', 'PYNCCL'] all-reduce backends", False),
             ("flashinfer_pcie_ipc", "Using ['PYNCCL'] all-reduce backends", False),
+            ("nccl", "Using ['PYNCCL'] all-reduce backends (in dispatch order) out of ['CUSTOM', 'PYNCCL']", True),
+            ("nccl_tree", "Using ['FLASHINFER', 'PYNCCL'] all-reduce backends", False),
+            ("flashinfer_fusion", "Using ['FLASHINFER', 'PYNCCL'] all-reduce backends", True),
+            ("flashinfer_fusion", "Using ['PYNCCL'] all-reduce backends", False),
         ],
     )
     def test_an_all_reduce_path_that_did_not_come_up_is_a_mismatch(self, path: str, line: str, in_effect: bool) -> None:
         launch = record("vllm", {"speculation": "none", "allreduce": path}, tp=4)
         assert (get_engine("vllm").mismatches(launch, {"log_allreduce": [line]}) == []) == in_effect
+
+
+ENABLED = "FlashInfer PCIe-IPC all-reduce enabled (world=8, workspace sized on first reduction)"
+BF16_ONLY = "FlashInfer PCIe-IPC all-reduce serves bf16 only; torch.float16 reductions stay on NCCL."
 
 
 class TestSglang:
@@ -191,14 +230,66 @@ class TestSglang:
         [
             (["FlashInfer PCIe-IPC all-reduce enabled (world=8, workspace sized on first use)"], True),
             (["FlashInfer PCIe-IPC all-reduce skipped: unsupported world size 6"], False),
+            ([ENABLED, "FlashInfer PCIe-IPC workspace (max_numel=9) failed: no room; reductions stay on NCCL"], False),
+            ([ENABLED, BF16_ONLY], False),
+            ([ENABLED, "FlashInfer PCIe-IPC workspace built (world=8, max_numel=9, hidden=3)", BF16_ONLY], True),
+            (["Setup FlashInfer PCIe-IPC allreduce failed with no peer."], False),
             ([], False),
         ],
     )
     def test_pcie_ipc_counts_only_when_the_log_says_so(self, lines: list[str], in_effect: bool) -> None:
         launch = record("sglang", {"speculation": "none", "allreduce": "flashinfer_pcie_ipc"}, tp=8)
         assert launch.env["SGLANG_ENABLE_PCIE_IPC_ALLREDUCE"] == "1"
+        assert all(re.search(launch.also_read["log_pcie_ipc"], line) for line in lines)
         found = get_engine("sglang").mismatches(launch, {"log_pcie_ipc": lines})
         assert (found == []) == in_effect
+
+    @pytest.mark.parametrize(
+        ("path", "line", "in_effect"),
+        [
+            (
+                "custom",
+                "CustomAllreduce is disabled because it's not supported on more than two PCIe-only GPUs.",
+                False,
+            ),
+            ("custom", "Custom allreduce is disabled because your platform lacks GPU P2P capability", False),
+            ("custom", "Setup Custom allreduce failed with invalid literal for int(): 'GPU-1'.", False),
+            ("custom", "CustomAllReduceV2 is disabled due to an unsupported world size: 6.", True),
+            ("custom", "TorchSymmMemCommunicator: World size 3 not supported, communicator is not available.", True),
+            (
+                "symm_mem",
+                "TorchSymmMemCommunicator: torch symmetric memory multicast operations are not supported.",
+                False,
+            ),
+            ("symm_mem", "CustomAllreduce is disabled because this process group spans across nodes.", True),
+            ("mscclpp", "PyMscclpp is unavailable because its dependencies failed to import: no mscclpp", False),
+            ("mscclpp", "PyMscclpp is disabled due to an unsupported world size: 2.", False),
+            ("flashinfer_fusion", "Failed to initialize FlashInfer workspace (backend=trtllm): no peer.", False),
+            ("flashinfer_fusion", "FlashInfer AllReduce fusion disabled: the 8 ranks of this group are not", False),
+            ("flashinfer_fusion", "FlashInfer AllReduce Fusion enabled and workspace initialized: backend", True),
+        ],
+    )
+    def test_a_path_that_its_log_gives_up_is_a_mismatch(self, path: str, line: str, in_effect: bool) -> None:
+        launch = record("sglang", {"speculation": "none", "allreduce": path}, tp=4)
+        read = {key: [line] for key, pattern in launch.also_read.items() if re.search(pattern, line)}
+        assert (get_engine("sglang").mismatches(launch, read) == []) == in_effect
+
+    @pytest.mark.parametrize(
+        ("path", "switch"),
+        [
+            ("symm_mem", "enable_torch_symm_mem"),
+            ("nccl_symm", "enable_symm_mem"),
+            ("mscclpp", "enable_mscclpp"),
+            ("nvls", "enable_nccl_nvls"),
+            ("flashinfer_fusion", "flashinfer_allreduce_fusion_backend"),
+        ],
+    )
+    def test_a_path_whose_switch_sglang_turned_back_is_a_mismatch(self, path: str, switch: str) -> None:
+        launch, engine = record("sglang", {"speculation": "none", "allreduce": path}, tp=4), get_engine("sglang")
+        for off in (None, False):
+            found = engine.mismatches(launch, {switch: off})
+            assert [(m.setting, m.requested) for m in found] == [("allreduce", path)]
+        assert engine.mismatches(launch, {switch: "auto" if "fusion" in path else True}) == []
 
 
 class TestLlamaServer:
@@ -364,7 +455,8 @@ def test_every_flag_that_is_written_is_owned_so_that_extra_cannot_repeat_it(kind
     engine = get_engine(kind)
     for settings in SETTINGS[kind]:
         for flag in flags_of(record(kind, settings).argv):
-            assert extra_problems([flag], engine.owned), flag  # type: ignore[attr-defined]
+            owned = extra_problems([flag], engine.owned)  # type: ignore[attr-defined]
+            assert owned or engine.problems({**ARGS[kind], "extra": [flag]}, settings), flag
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -441,11 +533,14 @@ def test_a_broken_engine_is_asked_once_however_many_candidates_ask(kind: str, tm
     asked = tmp_path / "asked"
     args = {**ARGS[kind], "program": script(tmp_path / "x", f"#!/bin/sh\necho asked >> {asked}\n")}
     del args["version"]
+    first = ""
     for _ in range(3):
         assert get_engine(kind).problems(args, {"speculation": "none"}) == []
         with pytest.raises(EnvironmentBroken):
             get_engine(kind).version(args)  # type: ignore[call-arg]
-    assert asked.read_text() == "asked\n"
+        first = first or asked.read_text()
+    assert asked.read_text() == first
+    assert first.count("asked\n") == (2 if kind == "sglang" else 1), "SGLang has another word for it"
 
 
 def test_the_interpreter_of_a_program_is_found_where_its_path_is_too_long_for_the_first_line(tmp_path: Path) -> None:
@@ -484,6 +579,12 @@ def test_a_script_around_an_engine_is_asked_for_the_version_of_what_it_starts(
     ):
         engine.version(args)
     assert engine.version({**args, "version": "0.1"}) == "0.1"
+
+
+def test_a_script_around_sglang_is_asked_in_the_words_that_sglang_has(tmp_path: Path) -> None:
+    text = '#!/bin/bash\n[ "$1" = version ] || exit 2\necho sglang version: 0.5.23\necho git revision: 1234567\n'
+    engine: Any = get_engine("sglang")
+    assert engine.version({"program": script(tmp_path / "serve", text)}) == "0.5.23"
 
 
 def test_a_script_that_passes_nothing_on_is_ended_with_all_that_it_started(
