@@ -314,3 +314,8 @@ class Recommendation:
     profile: str
     simulated: bool
     advice: tuple[str, ...] = ()
+
+
+def mark(simulated: bool) -> str:
+    """What stands behind a headline whose figures come from a model of a machine; "" otherwise."""
+    return " · SIMULATED, not measured" if simulated else ""

@@ -22,8 +22,7 @@ from tuner.bench.plan import PROFILES, WindowPlan, window_plan
 from tuner.bench.prompts import Prompt, load_prompts, shipped_sets
 from tuner.bench.selftest import client_ceiling
 from tuner.errors import EnvironmentBroken, LaunchFailed, TunerError, UsageError
-from tuner.judge.text import mark
-from tuner.records import Block, Failure
+from tuner.records import Block, Failure, mark
 
 ASK_TIMEOUT_S = 10.0
 RUNS, MOST_LEVELS = 10_000, 100

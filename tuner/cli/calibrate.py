@@ -29,7 +29,7 @@ def command(
     from tuner.engines.base import get_engine
     from tuner.judge.calibration import MAX_PAIRS
     from tuner.judge.intervals import MIN_PAIRS
-    from tuner.judge.text import mark
+    from tuner.records import mark
     from tuner.study.calibrate import FOLDER, keep, measure_noise
     from tuner.study.interrupt import Interrupts
     from tuner.study.session import current_fingerprint, read_space

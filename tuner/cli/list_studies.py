@@ -19,7 +19,7 @@ def command(storage: options.Storage = None) -> None:
     from rich.table import Table
 
     from tuner.errors import UsageError
-    from tuner.judge.text import mark
+    from tuner.records import mark
     from tuner.study.database import open_database
     from tuner.study.lease import holder
     from tuner.study.names import local_studies

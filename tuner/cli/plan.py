@@ -20,7 +20,7 @@ def command(
     as_json: options.AsJson = False,
 ) -> None:
     """Say what a study would come to: launches, hours, what is ruled out and by which rule. Starts nothing."""
-    from tuner.judge.text import mark
+    from tuner.records import mark
     from tuner.study.session import outlook, read_space
     from tuner.study.simulated_world import virtual
 

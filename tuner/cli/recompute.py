@@ -12,7 +12,7 @@ def command(study: options.Study, as_json: options.AsJson = False, storage: opti
     """Derive blocks, pairs, scores and verdicts again; ends with 1 when a stored number does not follow."""
     from contextlib import closing
 
-    from tuner.judge.text import mark
+    from tuner.records import mark
     from tuner.study.names import check_name, study_folder
     from tuner.study.recompute import recompute
     from tuner.study.store import open_study

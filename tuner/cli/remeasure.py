@@ -28,8 +28,7 @@ def command(
     from tuner.export.choose import reference_of
     from tuner.files import write_whole
     from tuner.judge.holds import WITHIN, level_holds
-    from tuner.judge.text import mark
-    from tuner.records import Candidate
+    from tuner.records import Candidate, mark
     from tuner.study.again import Fresh, measure_again
     from tuner.study.calibrate import HOST, known_pair_sd
     from tuner.study.engine import launch_record

@@ -22,7 +22,7 @@ def command(study: options.Study, storage: options.Storage = None) -> None:
     """Show counts per state and failure class, the incumbent, and the time spent and left."""
     from contextlib import closing
 
-    from tuner.judge.text import mark
+    from tuner.records import mark
     from tuner.study.glance import glance
     from tuner.study.lease import working_since
     from tuner.study.names import check_name

@@ -83,7 +83,7 @@ def run(
 def show(verified: Verified, before: dict[str, Any] | None = None) -> None:
     """The answer, for a person; `before` is an earlier verification."""
     from tuner.judge.holds import WITHIN
-    from tuner.judge.text import mark
+    from tuner.records import mark
 
     say(f"{verified.outcome.capitalize()}: {verified.what}, record {verified.record_hash}{mark(verified.simulated)}")
     earlier = {row["concurrency"]: row["measured"] for row in (before or {}).get("levels", ())}

@@ -7,12 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tuner.judge.recommend import percent
-from tuner.records import Candidate, Choice, Recommendation, Setting, Verdict
-
-
-def mark(simulated: bool) -> str:
-    """What stands behind a headline whose figures come from a model of a machine; "" otherwise."""
-    return " · SIMULATED, not measured" if simulated else ""
+from tuner.records import Candidate, Choice, Recommendation, Setting, Verdict, mark
 
 
 def recommendation_lines(found: Recommendation) -> list[str]:
