@@ -106,6 +106,8 @@ def read_exchange(exchange: Exchange) -> Trace:
     mode, curve, chunks, tokens = _count(events)
     if problem is None and any(b[1] < a[1] for a, b in pairwise(curve)):
         problem = "usage went backwards"
+    if problem is None and not cut and tokens is not None and _text_after_the_count(events):
+        problem = "text came after the last count of tokens: its total is not known"
     return Trace(
         number=exchange.number,
         prompt_id=exchange.prompt_id,
@@ -134,7 +136,7 @@ def _count(events: list[Event]) -> tuple[UsageMode, tuple[tuple[int, float], ...
     """
     counted = [e for e in events if e.tokens is not None]
     with_text = [e for e in events if e.text]
-    if not counted:
+    if not counted or (with_text and not any(e.tokens for e in counted)):
         return "none", (), tuple(e.at_ns for e in with_text), None
     total = counted[-1].tokens
     assert total is not None
@@ -156,6 +158,12 @@ def _count(events: list[Event]) -> tuple[UsageMode, tuple[tuple[int, float], ...
         so_far += len(event.text)
         points.append((event.at_ns, total * so_far / length))
     return "final", _last_per_time(iter(points)), tuple(e.at_ns for e in with_text), total
+
+
+def _text_after_the_count(events: list[Event]) -> bool:
+    """Whether output came that no count includes: an answer that broke off before its usage, say."""
+    last = max(i for i, e in enumerate(events) if e.tokens is not None)
+    return any(e.text for e in events[last + 1 :])
 
 
 def _last_per_time(points: Iterator[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

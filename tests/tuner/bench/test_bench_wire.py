@@ -223,6 +223,31 @@ def test_an_answer_that_breaks_off_anywhere_is_whole_or_has_a_problem(shape: Sha
         assert trace.problem
 
 
+def test_an_answer_that_broke_off_before_its_usage_has_no_count_of_zero() -> None:
+    """Many servers tell usage 0 with the role; text that came since was not counted by it."""
+    shape = Shape(usage="final", done=False)
+    wire = b"".join(shape.wire())
+    whole = wire.index(b'{"object": "chat.completion.chunk", "choices": [], "usage"')
+    (trace,) = read(([wire[:whole]], True))
+    assert trace.usage == "none"
+    assert trace.tokens is None
+    assert trace.curve == ()
+
+
+def test_text_after_the_last_count_is_a_problem_by_name() -> None:
+    """A server that counts every second event, say, and breaks off between two counts."""
+    told = b'data: {"choices": [{"index": 0, "delta": {"content": "a"}}], "usage": {"completion_tokens": 3}}\n\n'
+    more = b'data: {"choices": [{"index": 0, "delta": {"content": "b"}, "finish_reason": "stop"}]}\n\n'
+    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+    (trace,) = read(([head + told + more], True))
+    assert not trace.ok
+    assert trace.problem
+    assert "text came after the last count" in trace.problem
+    (counted,) = read(([head + told + more + b'data: {"usage": {"completion_tokens": 4}}\n\n'], True))
+    assert counted.ok
+    assert counted.tokens == 4
+
+
 USAGE = {
     "a float": 3.5,
     "a whole float": 3.0,
