@@ -112,3 +112,5 @@ def test_a_study_takes_its_pairs_from_the_calibration_within_its_budget() -> Non
     assert policy_of(replace(data, fingerprint={"pairs": 16})).pairs == 8  # of 24 launches
     large = replace(data, budget=replace(data.budget, launches=60), fingerprint={"pairs": 16})
     assert policy_of(large).pairs == 16
+    largest = replace(data, budget=replace(data.budget, launches=96), fingerprint={"pairs": MAX_PAIRS})
+    assert policy_of(largest).pairs == MAX_PAIRS
