@@ -44,13 +44,34 @@ class ChatFrame:
     """The chat template around a user turn, as ids: `before` + user + `between` + response."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        before, between = self._around([])
+        self.before = tuple(tokenizer.encode(before))
+        self.between = self.ids(between)
+
+    def under(self, system: str) -> tuple[int, ...]:
+        """`before`, with this system prompt.
+
+        Raises:
+            TemplateError: the template takes none.
+        """
+        return tuple(self._tokenizer.encode(self._around([{"role": "system", "content": system}])[0]))
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        """Of a piece of text, within a turn."""
+        return tuple(self._tokenizer.encode(text, add_special=False))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What ids say."""
+        return self._tokenizer.decode(ids)
+
+    def _around(self, messages: list[dict[str, str]]) -> tuple[str, str]:
         mark = "placemark"
-        text = tokenizer.render_chat([{"role": "user", "content": mark}])
+        text = self._tokenizer.render_chat([*messages, {"role": "user", "content": mark}])
         if text.count(mark) != 1:
             raise TokenizerError("the chat template does not show a user turn exactly once; it cannot be framed")
         before, between = text.split(mark)
-        self.before = tuple(tokenizer.encode(before))
-        self.between = tuple(tokenizer.encode(between, add_special=False))
+        return before, between
 
     def prompt(self, user: Sequence[int]) -> tuple[int, ...]:
         """All ids up to where the answer begins."""

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,7 @@ class Recipe:
 
 @dataclass
 class Progress:
-    """Where training stands."""
+    """Where training stands. `corpora`: conversations that each growth of the corpus brought."""
 
     sequences: int = 0
     steps: int = 0
@@ -69,6 +70,7 @@ class Progress:
     seconds: float = 0.0
     loss: float = 0.0
     curve: list[dict[str, float]] = field(default_factory=list)
+    corpora: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,10 @@ class Trainer:
             self.progress = Progress(**state["progress"])
             self._optimiser = HeadOptimiser(self._weights, self.recipe.head_rate, self._embedding.dtype)
             self._optimiser.load_state_dict(state["optimiser"])
+            self._grown(len(conversations))
             log.info("resumed at %d response tokens", self.progress.tokens)
             return
+        self._grown(len(conversations))
         ridge = Ridge(self.shape.hidden)
         for batch in self._batches(conversations, 0):
             for one in self._teach(batch):
@@ -198,8 +202,23 @@ class Trainer:
     def _final_norm(self) -> Tensor:
         return self._teacher.model.final_norm.float()
 
+    def _grown(self, conversations: int) -> None:
+        """Notes how many there are now. What has come since the last time is seen after all that was there then."""
+        corpora = self.progress.corpora
+        if not corpora and self.progress.sequences:
+            corpora.append(min(self.progress.sequences, conversations))  # begun by a version that did not note it
+        if sum(corpora) > conversations:
+            raise InvalidConfig(
+                f"{self._folder} was begun with {sum(corpora)} conversations, and there are {conversations}; give every "
+                "--corpus that it was begun with, in the same order"
+            )
+        if more := conversations - sum(corpora):
+            corpora.append(more)
+
     def _batches(self, conversations: Sequence[Conversation], done: int) -> Iterator[list[Conversation]]:
-        order = np.random.default_rng(self.recipe.seed).permutation(len(conversations))[done:]
+        rng = np.random.default_rng(self.recipe.seed)
+        ends = np.cumsum([0, *self.progress.corpora])
+        order = np.concatenate([a + rng.permutation(b - a) for a, b in pairwise(ends)])[done:]
         for first in range(0, len(order), self.recipe.sequences):
             yield [conversations[i] for i in order[first : first + self.recipe.sequences]]
 

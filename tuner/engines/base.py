@@ -201,6 +201,14 @@ class Placed(Protocol):
     fabric: Fabric | None
 
 
+@runtime_checkable
+class Modelled(Protocol):
+    """An engine that refuses by what its model is, where that can be told without loading it."""
+
+    def model_problems(self, model: str, args: Mapping[str, Any], settings: Mapping[str, Setting]) -> list[str]:
+        """Why settings, without `problems` of their own, cannot work with this model."""
+
+
 def version_of(engine: Engine, args: Mapping[str, Any], *, contained: bool = False) -> str:
     """The version of the engine that `args` name; "unknown" within a container, unless `args.version` says it.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,29 @@ def broken(model: str) -> str | None:
     except OSError as error:
         return f"'{model}' cannot be read: {error.strerror}"
     return None if begins == b"GGUF" else f"'{model}' is no GGUF file: it begins with {begins!r}"
+
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@lru_cache
+def facts(model: str) -> dict[str, str]:
+    """What the rules of an engine may ask of a model: `model.attention`, mla (latent) or mha (heads, grouped or not).
+
+    Empty where its config.json is neither here nor among what the hub's cache holds.
+    """
+    config = _config(model) or (_cached(model) if HUB_ID.fullmatch(model) else None)
+    if config is None:
+        return {}
+    rank = config.get("kv_lora_rank")
+    return {"model.attention": "mla" if isinstance(rank, int) and rank > 0 else "mha"}
+
+
+def _cached(model: str) -> dict[str, Any] | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json")
+    return _config(str(Path(found).parent)) if isinstance(found, str) else None
 
 
 def misfit(target: str, draft: str, drafter: str) -> str | None:

@@ -103,6 +103,14 @@ def idle(variable: str, path: Setting | None) -> str | None:
     return None
 
 
+def contradictory(env: Mapping[str, str | None]) -> list[str]:
+    """Settings of NCCL that deny each other, of which it would follow one: a sentence for each two."""
+    least, most = (str(env.get(name) or "") for name in ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS"))
+    if not (least.isdigit() and most.isdigit() and int(least) > int(most)):
+        return []
+    return [f"env.NCCL_MIN_CTAS: {least}: is more than NCCL_MAX_CTAS, {most}, and NCCL would follow one of them"]
+
+
 def impossible(env: Mapping[str, str | None], facts: Mapping[str, Any]) -> list[str]:
     """Settings that NCCL could not do on these GPUs (`Fabric.facts`), or would do without: a sentence each."""
     found = []

@@ -23,6 +23,7 @@ from tuner.engines.base import (
     value_problems,
 )
 from tuner.engines.drafts import broken
+from tuner.engines.drafts import facts as model_facts
 from tuner.engines.flags import TUNER, extra_problems, flags_of
 from tuner.engines.installed import Program
 from tuner.engines.names import foreign
@@ -117,6 +118,15 @@ class ServedEngine(ABC):
         known, _ = nearest(self.kind, args.get("version") or self._here(args))
         facts = fabric.facts(complete.get("tp", 1)) if fabric else {}
         return self.own_problems(complete) + known.problems({**complete, **facts})
+
+    def model_problems(self, model: str, args: Mapping[str, Any], settings: Mapping[str, Setting]) -> list[str]:
+        """See `Modelled.model_problems`."""
+        told = model_facts(model)
+        if not told:
+            return []
+        values = {**{name: value for name, value in args.items() if name not in OWN}, **settings}
+        known, _ = nearest(self.kind, args.get("version") or self._here(args))
+        return known.of_model({**self.completed(values), **told})
 
     def record(
         self,

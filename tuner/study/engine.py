@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from tuner.engines.base import UNSET, Change, Installed, Placed, Reconfigurable
+from tuner.engines.base import UNSET, Change, Installed, Modelled, Placed, Reconfigurable
 from tuner.engines.container import contained, listens_on
-from tuner.engines.nccl import impossible
+from tuner.engines.nccl import contradictory, impossible
 from tuner.records import Block, Candidate, Failure, Gate, LaunchRecord, Setting
 from tuner.space import Space
 from tuner.study.belied import belied
@@ -88,11 +88,17 @@ def split(candidate: Candidate) -> tuple[dict[str, Setting], dict[str, str | Non
 
 
 def illegal(space: Space, engine: StudyEngine, candidate: Candidate) -> str | None:
-    """Why a candidate must not be launched: a rule of the space, the engine, or its GPUs; None when it may."""
+    """Why a candidate must not be launched: a rule of the space, or of the engine, by its model and GPUs too.
+
+    None when it may.
+    """
     if why := space.forbidden(candidate):
         return why
     settings, env = split(candidate)
     problems = engine.problems(space.args, settings)
+    if not problems and isinstance(engine, Modelled):
+        problems = engine.model_problems(space.model, space.args, settings)
+    problems += contradictory({**space.env, **env})
     if isinstance(engine, Placed) and engine.fabric is not None:
         tp = settings.get("tp", space.args.get("tp", 1))
         problems += impossible(env, engine.fabric.facts(tp) if isinstance(tp, int) else {})

@@ -11,6 +11,7 @@ import torch
 
 from engine.build import Core
 from engine.config import SpecConfig
+from engine.errors import InvalidConfig
 from engine.model.eagle3 import HeadShape
 from engine.model.head_file import read_head
 from engine.train.corpus import Conversation
@@ -96,3 +97,23 @@ def test_what_training_makes_is_a_head_that_serves_and_says_where_it_comes_from(
     warm_up(core)
     assert core.info()["paths"]["drafter"]["state"] == "active"
     assert generate(core, prompts(3)) == generate(make_core(), prompts(3))
+
+
+def test_a_corpus_that_grew_is_gone_on_with_where_it_is_new(
+    trainer_in: Callable[[Path], tuple[Trainer, list[Conversation]]], tmp_path: Path
+) -> None:
+    """What was seen is not seen again before what came since."""
+    trainer, some = trainer_in(tmp_path)
+    fewer = some[:20]
+    trainer.begin(fewer)
+    trainer.run(fewer, lambda progress: None, 1e9)
+    assert trainer.progress.sequences == 20
+    grown, _ = trainer_in(tmp_path)
+    grown.begin(some)
+    seen = [c for batch in grown._batches(some, grown.progress.sequences) for c in batch]
+    assert sorted(map(id, seen)) == sorted(map(id, some[20:]))
+    grown.run(some, lambda progress: None, 1e9)
+    assert grown.progress.tokens > trainer.progress.tokens
+    again, _ = trainer_in(tmp_path)
+    with pytest.raises(InvalidConfig, match="was begun with"):
+        again.begin(fewer)

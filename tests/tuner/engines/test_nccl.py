@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tuner.engines.nccl import value_problem
+from tuner.engines.nccl import contradictory, value_problem
 from tuner.space import SpaceProblems
 from tuner.study.session import read_space
 
@@ -96,3 +96,10 @@ def test_values_that_nccl_does_not_have_are_told_with_those_that_it_has(
 def test_a_value_that_nccl_does_not_have_is_a_problem_of_its_line(tmp_path: Path) -> None:
     found = wrong(tmp_path, "sglang", "env.NCCL_ALGO: {choices: [unset, Tree], when: allreduce == 'nccl'}")
     assert found.startswith("parameters.env.NCCL_ALGO.choices[1]: 'Tree' is not valid; valid: by function")
+
+
+def test_fewer_at_most_than_at_least_is_a_contradiction() -> None:
+    assert contradictory({"NCCL_MIN_CTAS": "16", "NCCL_MAX_CTAS": "4"})
+    assert "NCCL_MAX_CTAS, 4" in contradictory({"NCCL_MIN_CTAS": "16", "NCCL_MAX_CTAS": "4"})[0]
+    for fine in ({"NCCL_MIN_CTAS": "4", "NCCL_MAX_CTAS": "16"}, {"NCCL_MIN_CTAS": "16", "NCCL_MAX_CTAS": None}, {}):
+        assert contradictory(fine) == []

@@ -1,0 +1,78 @@
+"""What a model's own config.json says decides what may be tried with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner.engines.base import get_engine
+from tuner.engines.drafts import facts
+from tuner.records import Candidate
+from tuner.space import parse_space
+from tuner.study.engine import illegal
+
+LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "vocab_size": 163840, "hidden_size": 7168}
+HEADS = {"architectures": ["LlamaForCausalLM"], "kv_lora_rank": None, "vocab_size": 49152, "hidden_size": 576}
+
+SPACE = """
+name: x
+engine:
+  kind: sglang
+  model: {model}
+  args: {{version: 0.5.23, attention_backend: {kernels}, page_size: 1}}
+workload: {{prompts: mixed, max_tokens: 16, temperature: 0, concurrency: [1]}}
+baseline: {{speculation: none}}
+parameters:
+  speculation: {{choices: [none, eagle3]}}
+  draft_head: {{choices: [some/head], when: speculation == 'eagle3'}}
+  num_steps: {{choices: [3], when: speculation != 'none'}}
+  topk: {{choices: [1, 4], when: speculation != 'none'}}
+"""
+
+
+def model(folder: Path, config: Any) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def why(named: str, topk: int, kernels: str = "flashinfer") -> str | None:
+    settings = {"speculation": "eagle3", "draft_head": "some/head", "num_steps": 3, "topk": topk}
+    space = parse_space(SPACE.format(model=named, kernels=kernels), source="x.yaml")
+    return illegal(space, get_engine("sglang"), Candidate(settings))
+
+
+def test_trees_are_refused_where_the_kernels_verify_a_latent_model_by_chains_only(tmp_path: Path) -> None:
+    latent = model(tmp_path / "latent", LATENT)
+    said = why(latent, 4)
+    assert said is not None
+    assert "latent attention" in said
+    assert "triton" in said
+    assert why(latent, 1) is None
+    assert why(latent, 4, "triton") is None
+    assert why(model(tmp_path / "heads", HEADS), 4) is None
+
+
+def test_a_model_within_a_model_is_asked_of_its_language_part(tmp_path: Path) -> None:
+    whole = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": LATENT, "vision_config": {}}
+    assert facts(model(tmp_path / "whole", whole)) == {"model.attention": "mla"}
+
+
+@pytest.mark.parametrize("config", [[], "x", {"kv_lora_rank": "512"}, {"kv_lora_rank": 0}, {"text_config": 3}])
+def test_odd_configs_are_no_latent_models(tmp_path: Path, config: Any) -> None:
+    assert facts(model(tmp_path / "odd", config)).get("model.attention") != "mla"
+
+
+def test_of_a_model_that_is_not_here_nothing_is_known_and_of_one_in_the_hubs_cache_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    assert facts("nobody/here") == {}
+    assert why("nobody/here", 4) is None
+    cached = Path(model(tmp_path / "cached", LATENT)) / "config.json"
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda repo, name: str(cached))
+    assert facts("somebody/latent") == {"model.attention": "mla"}
