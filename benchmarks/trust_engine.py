@@ -22,8 +22,8 @@ SERVE = [
 ROOT = Path(__file__).parents[1]
 SLOWED = 0.1
 CALIBRATION = ["--launches", "16", "--windows", "1", "--gain", "0.08"]
-"""Sixteen launches, since the pairs asked for come from an upper bound of the noise, which few launches leave wide. Asked
-for is less than the slowing, since a gain that is found four times in five is missed once."""
+"""Sixteen launches, since the pairs asked for come from an upper bound of the noise, which few launches leave wide.
+Asked for is less than the slowing, since a gain that is found four times in five is missed once."""
 
 
 def space(name: str, level: int, baseline: float, candidate: float, launches: int) -> dict[str, Any]:

@@ -209,8 +209,8 @@ class Trainer:
             corpora.append(min(self.progress.sequences, conversations))  # begun by a version that did not note it
         if sum(corpora) > conversations:
             raise InvalidConfig(
-                f"{self._folder} was begun with {sum(corpora)} conversations, and there are {conversations}; give every "
-                "--corpus that it was begun with, in the same order"
+                f"{self._folder} was begun with {sum(corpora)} conversations, and there are {conversations}; give "
+                "every --corpus that it was begun with, in the same order"
             )
         if more := conversations - sum(corpora):
             corpora.append(more)

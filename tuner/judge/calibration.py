@@ -13,8 +13,8 @@ from tuner.judge.intervals import ALPHA, MIN_PAIRS, PAIR_SD_FLOOR, block_varianc
 from tuner.judge.verdict import detectable_gain
 
 MAX_PAIRS = 32
-"""More pairs than this are no answer to noise; a quieter machine is. Longer windows are not always: on a shared host the
-speed wandered by as much from one 30 s to the next as from one second to the next (docs/measuring.md)."""
+"""More pairs than this are no answer to noise; a quieter machine is. Longer windows need not be: on a shared host speed
+wandered by as much from one 30 s to the next as from one second to the next (docs/measuring.md)."""
 
 GAIN = 0.05
 """The true gain that the default number of pairs is to find four times in five."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from engine.build import Core
 from engine.errors import TemplateError
-from engine.train.corpus import read
-from engine.train.generate import CODE, PROSE, TOPICS, generate
+from engine.train.corpus import Conversation, append, read
+from engine.train.generate import CODE, KINDS, PROSE, TOPICS, generate
 
 STOP = tuple(range(10, 30))
 """A random tiny model ends a turn with any of these soon enough."""
@@ -50,26 +52,43 @@ def test_a_corpus_is_made_and_goes_on_where_it_was(make_core: Callable[..., Core
     assert list(read([file]))[: len(some)] == some
 
 
-def test_turns_of_every_kind_are_made_and_tasks_hold_an_answer_of_the_targets(
-    make_core: Callable[..., Core], tmp_path: Path
+def test_a_task_is_an_instruction_with_an_earlier_answer_and_fits_the_model(
+    make_core: Callable[..., Core], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "corpus.jsonl.gz"
-    made = 0
-    while len(kinds := Counter(c.kind for c in read([file])) if made else Counter()) < 3:
-        made = generate(make_core(), Frame(), file, made + 1, (10,))
-        assert made < 500_000
-    assert set(kinds) == {"self", "topic", "task"}
-    every = list(read([file]))
-    answers = [tuple(t for t in c.response if t != 10) for c in every]
-    for task in (c.user for c in every if c.kind == "task"):
-        passage = task[3:] if task[:3] == (7, 8, 9) else task[:-3]
-        assert passage in answers
-        assert 32 <= len(passage) <= 192
+    monkeypatch.setattr("engine.train.generate._RESPONSE_TOKENS", 100)
+    file, rng = tmp_path / "corpus.jsonl.gz", np.random.default_rng(0)
+    short, long = ([tuple(rng.integers(30, 60, n).tolist()) for _ in range(9)] for n in (90, 190))
+    known = [Conversation((30 + i,), (*answer, 10), 0.0, "self") for i, answer in enumerate([*short, *long])]
+    known = [c for c in known if not c.held_out][:17]
+    assert KINDS[len(known) % 3] == "task"
+    append(file, known, "self")
+    core = make_core()
+    generate(core, Frame(), file, sum(len(c.response) for c in known) + 1, (10,))
+    tasks = list(read([file]))[len(known) :]
+    assert tasks
+    assert {c.kind for c in tasks} == {"task"}
+    for task in (c.user for c in tasks):
+        assert (task[3:] if task[:3] == (7, 8, 9) else task[:-3]) in short
+        assert len(Frame().prompt(task)) + 100 <= core.context_length
+
+
+def test_topics_are_asked_under_their_system_prompts(make_core: Callable[..., Core], tmp_path: Path) -> None:
+    file, asked = tmp_path / "corpus.jsonl.gz", []
+
+    class Asked(Frame):
+        def under(self, system: str) -> tuple[int, ...]:
+            asked.append(system)
+            return super().under(system)
+
+    append(file, [Conversation((30,), (31, 32, 10), 0.0, "self")], "self")
+    generate(make_core(), Asked(), file, 4, STOP)
+    assert {c.kind for c in list(read([file]))[1:]} == {"topic"}
+    assert set(asked) == set(TOPICS)
 
 
 def test_a_template_without_system_prompts_leaves_topics_out(make_core: Callable[..., Core], tmp_path: Path) -> None:
     file = tmp_path / "corpus.jsonl.gz"
-    generate(make_core(), Plain(), file, 3000, STOP)
+    generate(make_core(), Plain(), file, 600, STOP)
     assert {c.kind for c in read([file])} <= {"self", "task"}
 
 

@@ -7,8 +7,9 @@ One file per engine and version, `ENGINE-VERSION.yaml`. A rule holds where every
       says: trtllm_mha verifies chains only (topk 1)
       source: srt/arg_groups/speculative_hook.py 1176
 
-Besides settings a rule may ask for facts: `gpus.*` (`Fabric.facts`) and `model.*` (`drafts.facts`); where nothing is known
-of one, the rule does not hold. A condition is a list (one of these), `{above: n}`, `{below: n}`, `{not: [...]}` or `{given: true}`.
+Besides settings a rule may ask for facts: `gpus.*` (`Fabric.facts`) and `model.*` (`drafts.facts`); where nothing is
+known of one, the rule does not hold. A condition is a list (one of these), `{above: n}`, `{below: n}`, `{not: [...]}`
+or `{given: true}`.
 """
 
 from __future__ import annotations
