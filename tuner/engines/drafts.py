@@ -28,6 +28,7 @@ def broken(model: str) -> str | None:
     return None if begins == b"GGUF" else f"'{model}' is no GGUF file: it begins with {begins!r}"
 
 
+MODEL_FACTS = ("model.attention",)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 

@@ -19,6 +19,8 @@ from tuner.study.fabric import fabric_here, used_devices
 
 _MOST = 500
 """Candidates whose command lines are looked at: flags repeat long before."""
+_REASONS = 5
+"""Why candidates are left out: so many reasons are said, the commonest."""
 
 
 @dataclass(frozen=True)
@@ -250,15 +252,21 @@ def _impossible(space: Space, engine: Engine, placed: Engine) -> list[str]:
 
 
 def _left_out(space: Space, engine: Engine, placed: Engine) -> list[str]:
-    """What is not tried since this machine's GPUs could not, though they might elsewhere."""
-    if not isinstance(placed, Placed) or placed.fabric is None:
-        return []
-    why = Counter(
-        said
-        for each in _candidates(space)
-        if (said := illegal(space, placed, each)) and each is not space.baseline and not illegal(space, engine, each)
-    )
-    return [f"left out on these GPUs ({count} candidates): {said}" for said, count in why.most_common()]
+    """What is not tried: since the engine could not, or since this machine's GPUs could not, though others might."""
+    here: Counter[str] = Counter()
+    anywhere: Counter[str] = Counter()
+    looked = [each for each in _candidates(space) if each.id != space.baseline.id]
+    for each in looked:
+        if why := illegal(space, engine, each):
+            anywhere[why] += 1
+        elif why := illegal(space, placed, each):
+            here[why] += 1
+    of = f"of {len(looked)} candidates"
+    found = [f"left out on these GPUs ({count} {of}): {said}" for said, count in here.most_common()]
+    found += [f"left out ({count} {of}): {said}" for said, count in anywhere.most_common(_REASONS)]
+    if others := sum(count for _, count in anywhere.most_common()[_REASONS:]):
+        found.append(f"left out ({others} {of}): for other reasons")
+    return found
 
 
 def _allreduce(space: Space, records: list[LaunchRecord], gpus: Fabric | None) -> list[str]:

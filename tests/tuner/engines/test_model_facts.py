@@ -13,6 +13,7 @@ from tuner.engines.drafts import facts
 from tuner.records import Candidate
 from tuner.space import parse_space
 from tuner.study.engine import illegal
+from tuner.study.preflight import preflight
 
 LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "vocab_size": 163840, "hidden_size": 7168}
 HEADS = {"architectures": ["LlamaForCausalLM"], "kv_lora_rank": None, "vocab_size": 49152, "hidden_size": 576}
@@ -76,3 +77,10 @@ def test_of_a_model_that_is_not_here_nothing_is_known_and_of_one_in_the_hubs_cac
     cached = Path(model(tmp_path / "cached", LATENT)) / "config.json"
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda repo, name: str(cached))
     assert facts("somebody/latent") == {"model.attention": "mla"}
+
+
+def test_check_says_how_many_candidates_the_engine_leaves_out_and_why(tmp_path: Path) -> None:
+    """A count of candidates that cannot be tried would promise a study of another size."""
+    space = parse_space(SPACE.format(model=model(tmp_path / "m", LATENT), kernels="flashinfer"), source="x.yaml")
+    (note,) = [note for note in preflight(space).notes if "latent" in note]
+    assert note.startswith("left out (1 of 2 candidates): attention_backend: ")

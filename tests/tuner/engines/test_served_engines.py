@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tuner.engines import table
 from tuner.engines.allreduce import FACTS
 from tuner.engines.base import Resolution, get_engine
-from tuner.engines.drafts import misfit
+from tuner.engines.drafts import MODEL_FACTS, misfit
 from tuner.engines.flags import Flag, extra_problems, flag_of, flags_of, json_text
 from tuner.engines.installed import interpreter, parse_help, unknown_flags
 from tuner.engines.speculation import depths
@@ -465,7 +465,7 @@ def test_every_rule_has_a_source_and_blames_a_setting(kind: str) -> None:
         assert data.source
         for rule in data.rules:
             assert rule.source
-            assert {rule.setting, *rule.when} <= {*get_engine(kind).settings, *FACTS}
+            assert {rule.setting, *rule.when} <= {*get_engine(kind).settings, *FACTS, *MODEL_FACTS}
             assert rule.setting in rule.when
 
 
