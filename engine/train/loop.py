@@ -205,8 +205,6 @@ class Trainer:
     def _grown(self, conversations: int) -> None:
         """Notes how many there are now. What has come since the last time is seen after all that was there then."""
         corpora = self.progress.corpora
-        if not corpora and self.progress.sequences:
-            corpora.append(min(self.progress.sequences, conversations))  # begun by a version that did not note it
         if sum(corpora) > conversations:
             raise InvalidConfig(
                 f"{self._folder} was begun with {sum(corpora)} conversations, and there are {conversations}; give "
