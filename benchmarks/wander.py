@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -25,14 +26,18 @@ PORT = 18765
 WORDS = ["apple", "river", "stone", "window", "garden", "market", "engine", "light", "paper", "summer"]
 LENGTHS = (1, 2, 4, 8, 15, 30)
 SKIPPED_S = 5
+READY_S = 120.0
 
 
-async def _load(streams: int, seconds: float) -> list[float]:
-    """Arrival of each token, in seconds from the start."""
+async def _load(server: subprocess.Popen[bytes], streams: int, seconds: float) -> list[float]:
+    """Arrival of each event with text, a token each without speculation, in seconds from the start."""
     stamps: list[float] = []
     url = f"http://127.0.0.1:{PORT}/v1/chat/completions"
     async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=streams)) as client:
+        until = time.monotonic() + READY_S
         while True:
+            if server.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"the server did not come up on port {PORT}")
             try:
                 if (await client.get(f"http://127.0.0.1:{PORT}/health")).status_code == 200:
                     break
@@ -53,12 +58,17 @@ async def _load(streams: int, seconds: float) -> list[float]:
                     "stream": True,
                 }
                 async with client.stream("POST", url, json=body) as answer:
+                    answer.raise_for_status()
                     async for line in answer.aiter_lines():
-                        if line.startswith("data: {"):
+                        if line.startswith("data: {") and _says(json.loads(line.removeprefix("data: "))):
                             stamps.append(time.monotonic() - began)
 
         await asyncio.gather(*(stream(seed) for seed in range(streams)))
     return stamps
+
+
+def _says(event: dict[str, Any]) -> bool:
+    return any(choice["delta"].get("content") for choice in event["choices"])
 
 
 def wander(series: list[float]) -> dict[str, float]:
@@ -69,7 +79,7 @@ def wander(series: list[float]) -> dict[str, float]:
         if count < 4:
             break
         means = np.array(series[: count * length]).reshape(count, length).mean(1)
-        steps = np.diff(np.log(np.maximum(means, 1e-9)))
+        steps = np.diff(np.log(means))
         found[str(length)] = round(math.sqrt(float(np.mean(steps**2)) / 2), 4)
     return found
 
@@ -84,12 +94,14 @@ def main() -> None:
     serve = [sys.executable, "-m", "engine", "serve", "--model", "smollm2-135m", "--host", "127.0.0.1"]
     server = subprocess.Popen([*serve, "--port", str(PORT)], stderr=subprocess.DEVNULL)
     try:
-        stamps = asyncio.run(_load(given.streams, given.seconds))
+        stamps = asyncio.run(_load(server, given.streams, given.seconds))
     finally:
         server.terminate()
         server.wait()
     edges = np.arange(SKIPPED_S, int(given.seconds))
     series = np.histogram(stamps, edges)[0].tolist()
+    if not all(series):
+        raise SystemExit(f"no token in {series.count(0)} of {len(series)} seconds: the server stood still")
     document = {"streams": given.streams, "allan_deviation_by_window_s": wander(series), "tokens_by_second": series}
     given.output.write_text(json.dumps(document) + "\n")
     print(json.dumps(document["allan_deviation_by_window_s"]))

@@ -6,6 +6,7 @@ One object a line: `user` and `resp` (ids, without and with the closing token), 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import zlib
 from collections import Counter
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.errors import TokenizerError
+from engine.errors import InvalidConfig, TokenizerError
 from engine.text.tokenizer import Tokenizer
 
 
@@ -27,6 +28,12 @@ class Conversation:
     response: tuple[int, ...]
     temperature: float
     kind: str
+
+    @property
+    def key(self) -> int:
+        """By which it is known again, 63 bits."""
+        ids = np.array((*self.user, -1, *self.response), dtype="<i4").tobytes()
+        return int.from_bytes(hashlib.blake2b(ids, digest_size=8).digest(), "little") >> 1
 
     @property
     def held_out(self) -> bool:
@@ -79,17 +86,46 @@ class ChatFrame:
 
 
 def read(paths: Iterable[Path]) -> Iterator[Conversation]:
-    """Conversations of these files in order; a torn last line, as a kill leaves it, ends its file."""
+    """Conversations of these files in order; a torn last line, as a kill leaves it, ends its file.
+
+    Raises:
+        InvalidConfig: a file that is not gzipped at all.
+    """
     for path in paths:
         with gzip.open(path, "rt") as file:
+            begun = False
             try:
-                for line in file:
+                for line in filter(str.strip, file):
                     data = json.loads(line)
+                    begun = True
                     yield Conversation(
                         tuple(data["user"]), tuple(data["resp"]), data["temperature"], data.get("kind", "")
                     )
+            except gzip.BadGzipFile:
+                if not begun:
+                    raise InvalidConfig(f"{path} holds no gzipped lines of conversations") from None
             except (EOFError, ValueError, zlib.error):
                 continue
+
+
+def whole(path: Path) -> list[Conversation]:
+    """What a file holds; where it is torn, it is written again without the torn end, behind which nothing is read."""
+    if not path.exists():
+        return []
+    found = list(read([path]))
+    try:
+        lines = gzip.decompress(path.read_bytes()).count(b"\n")
+    except (EOFError, ValueError, OSError, zlib.error):
+        lines = -1
+    if lines != len(found):
+        mended = path.with_suffix(".mended")
+        mended.unlink(missing_ok=True)
+        if found:
+            append(mended, found, "self")
+            mended.replace(path)
+        else:
+            path.unlink()
+    return found
 
 
 def append(path: Path, conversations: Iterable[Conversation], source: str) -> None:

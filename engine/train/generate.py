@@ -2,7 +2,7 @@
 
 Given the chat template up to where a user would speak, an instruction-tuned model samples a plausible request (Xu et
 al., "Magpie", 2024). Those are short questions, mostly; people also name a field, and paste a text to be worked on. So
-three kinds of turns alternate: `self` as it comes, `topic` under a system prompt that names a field, and `task`, an
+turns of three kinds are made: `self` as it comes, `topic` under a system prompt that names a field, and `task`, an
 instruction with one of the target's own earlier answers. Each is answered under the template's own system prompt. What
 repeats, is too short or too long, or never ends, is dropped.
 """
@@ -10,6 +10,7 @@ repeats, is too short or too long, or never ends, is dropped.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -17,8 +18,8 @@ from typing import Protocol
 import numpy as np
 
 from engine.build import Core
-from engine.errors import TemplateError
-from engine.train.corpus import Conversation, append, read
+from engine.errors import InvalidConfig, TemplateError
+from engine.train.corpus import Conversation, append, whole
 from engine.train.target import answer
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ _USER_TOKENS = 128
 _RESPONSE_TOKENS = 224
 _PASSAGE_TOKENS = 32, 192
 _TEMPERATURES = (0.0, 0.7)
-"""Of answers, in turn: acceptance is measured on greedy ones; sampled ones keep the head from knowing only those."""
+"""Of answers, half each: acceptance is measured on greedy ones; sampled ones keep the head from knowing only those."""
 
 KINDS = ("self", "topic", "task")
 
@@ -108,23 +109,26 @@ def generate(
 ) -> int:
     """Append conversations to `file` until it holds at least `tokens` response tokens; how many it holds.
 
-    Each batch is written when it is whole, and its seed and kind follow from how many conversations there are, so that
-    a killed run goes on where it was.
+    Each batch is written when it is whole; its kind, temperature and seed follow from what is there, so that a killed
+    run goes on where it was.
+
+    Raises:
+        InvalidConfig: no turn that the target makes can be used.
     """
-    known = list(read([file])) if file.exists() else []
+    known = whole(file)
     seen = {c.user for c in known}
     made = sum(len(c.response) for c in known)
-    batch = len(known)
     kinds = _possible(frame)
+    empty = 0
     while made < tokens:
-        kind = kinds[batch % len(kinds)]
-        users = _tasks(frame, known, stop, batch) if kind == "task" else _users(core, _begins(frame, kind), stop, batch)
+        kind, temperature = _rarest(known, kinds)
+        seed = len(known) + empty
+        users = _tasks(frame, known, stop, seed) if kind == "task" else _users(core, _begins(frame, kind), stop, seed)
         most = core.context_length - _RESPONSE_TOKENS
         fresh = [user for user in dict.fromkeys(users) if user not in seen and len(frame.prompt(user)) <= most]
         seen.update(fresh)
-        temperature = _TEMPERATURES[batch // len(kinds) % len(_TEMPERATURES)]
         answers = answer(
-            core, [frame.prompt(user) for user in fresh], _RESPONSE_TOKENS, stop, temperature, 7_919 * (batch + 1)
+            core, [frame.prompt(user) for user in fresh], _RESPONSE_TOKENS, stop, temperature, 7_919 * (seed + 1)
         )
         done = [
             Conversation(user, tuple(response), temperature, kind)
@@ -133,30 +137,47 @@ def generate(
         ]
         if done:
             append(file, done, "self")
+        else:
+            empty += 1
+            kinds = tuple(other for other in kinds if other != kind)
+            if not kinds:
+                raise InvalidConfig(
+                    f"the model writes no turn that can be answered within its {core.context_length} tokens: none of "
+                    f"those of the last batches ended, was new, and was answered in 8 tokens or more"
+                )
         known += done
         made += sum(len(c.response) for c in done)
-        batch += max(1, len(done))
         tick(made)
     return made
 
 
+def _rarest(known: Sequence[Conversation], kinds: Sequence[str]) -> tuple[str, float]:
+    """The kind, and its temperature, of which there are fewest; tasks once there is something to be their text."""
+    count = Counter((c.kind, c.temperature) for c in known)
+    of = {kind: sum(count[kind, t] for t in _TEMPERATURES) for kind in kinds}
+    kind = min((k for k in kinds if k != "task" or known or len(kinds) == 1), key=lambda k: (of[k], kinds.index(k)))
+    return kind, min(_TEMPERATURES, key=lambda t: count[kind, t])
+
+
 def _possible(frame: Frame) -> tuple[str, ...]:
     try:
-        frame.under(TOPICS[0])
+        if frame.under(TOPICS[0]) != frame.before:
+            return KINDS
+        why: object = "the template leaves them out"
     except TemplateError as error:
-        log.warning("no turns under system prompts: %s", error)
-        return tuple(kind for kind in KINDS if kind != "topic")
-    return KINDS
+        why = error
+    log.warning("no turns under system prompts: %s", why)
+    return tuple(kind for kind in KINDS if kind != "topic")
 
 
 def _begins(frame: Frame, kind: str) -> list[tuple[int, ...]]:
     return [frame.under(topic) for topic in TOPICS] if kind == "topic" else [frame.before]
 
 
-def _users(core: Core, begins: Sequence[tuple[int, ...]], stop: Sequence[int], batch: int) -> list[tuple[int, ...]]:
+def _users(core: Core, begins: Sequence[tuple[int, ...]], stop: Sequence[int], seed: int) -> list[tuple[int, ...]]:
     """User turns that ended by themselves, without their end token."""
     prompts = [begins[i % len(begins)] for i in range(_BATCH)]
-    turns = answer(core, prompts, _USER_TOKENS, stop, 1.0, 1_000_003 * (batch + 1))
+    turns = answer(core, prompts, _USER_TOKENS, stop, 1.0, 1_000_003 * (seed + 1))
     ends = set(stop)
     return [
         tuple(turn[:-1])
@@ -165,7 +186,7 @@ def _users(core: Core, begins: Sequence[tuple[int, ...]], stop: Sequence[int], b
     ]
 
 
-def _tasks(frame: Frame, known: Sequence[Conversation], stop: Sequence[int], batch: int) -> list[tuple[int, ...]]:
+def _tasks(frame: Frame, known: Sequence[Conversation], stop: Sequence[int], seed: int) -> list[tuple[int, ...]]:
     """Instructions with answers of the target's own as the text that they are about; none before there are such."""
     ends = set(stop)
     least, most = _PASSAGE_TOKENS
@@ -173,7 +194,7 @@ def _tasks(frame: Frame, known: Sequence[Conversation], stop: Sequence[int], bat
     passages = [passage for passage in passages if least <= len(passage) <= most]
     if not passages:
         return []
-    rng = np.random.default_rng(batch)
+    rng = np.random.default_rng(seed)
     made = []
     for i in rng.permutation(len(passages))[:_BATCH]:
         instructions = CODE if "```" in frame.text(passages[i]) else PROSE

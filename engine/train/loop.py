@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +61,7 @@ class Recipe:
 
 @dataclass
 class Progress:
-    """Where training stands. `corpora`: conversations that each growth of the corpus brought."""
+    """Where training stands. `corpora`: keys of the conversations that each growth of the corpus brought, in order."""
 
     sequences: int = 0
     steps: int = 0
@@ -70,7 +69,7 @@ class Progress:
     seconds: float = 0.0
     loss: float = 0.0
     curve: list[dict[str, float]] = field(default_factory=list)
-    corpora: list[int] = field(default_factory=list)
+    corpora: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -114,10 +113,10 @@ class Trainer:
             self.progress = Progress(**state["progress"])
             self._optimiser = HeadOptimiser(self._weights, self.recipe.head_rate, self._embedding.dtype)
             self._optimiser.load_state_dict(state["optimiser"])
-            self._grown(len(conversations))
+            self._grown(conversations)
             log.info("resumed at %d response tokens", self.progress.tokens)
             return
-        self._grown(len(conversations))
+        self._grown(conversations)
         ridge = Ridge(self.shape.hidden)
         for batch in self._batches(conversations, 0):
             for one in self._teach(batch):
@@ -202,23 +201,30 @@ class Trainer:
     def _final_norm(self) -> Tensor:
         return self._teacher.model.final_norm.float()
 
-    def _grown(self, conversations: int) -> None:
-        """Notes how many there are now. What has come since the last time is seen after all that was there then."""
+    def _grown(self, conversations: Sequence[Conversation]) -> None:
+        """Notes what has come since the last time: it is seen after all that was there then, whatever file holds it."""
         corpora = self.progress.corpora
-        if sum(corpora) > conversations:
+        noted = {key for corpus in corpora for key in corpus}
+        keys = list(dict.fromkeys(c.key for c in conversations))
+        if missing := len(noted.difference(keys)):
             raise InvalidConfig(
-                f"{self._folder} was begun with {sum(corpora)} conversations, and there are {conversations}; give "
-                "every --corpus that it was begun with, in the same order"
+                f"{self._folder}: {missing} of {len(noted)} conversations that it was begun with are in no --corpus; "
+                "give every file that it was begun with, or name another folder"
             )
-        if more := conversations - sum(corpora):
+        if more := [key for key in keys if key not in noted]:
             corpora.append(more)
+        if self.progress.sequences > len(keys):
+            raise InvalidConfig(
+                f"{self._folder} has seen {self.progress.sequences} conversations, and there are {len(keys)}; give "
+                "every --corpus that it was begun with, or name another folder"
+            )
 
     def _batches(self, conversations: Sequence[Conversation], done: int) -> Iterator[list[Conversation]]:
+        by_key = {c.key: c for c in conversations}
         rng = np.random.default_rng(self.recipe.seed)
-        ends = np.cumsum([0, *self.progress.corpora])
-        order = np.concatenate([a + rng.permutation(b - a) for a, b in pairwise(ends)])[done:]
+        order = [corpus[i] for corpus in self.progress.corpora for i in rng.permutation(len(corpus))][done:]
         for first in range(0, len(order), self.recipe.sequences):
-            yield [conversations[i] for i in order[first : first + self.recipe.sequences]]
+            yield [by_key[key] for key in order[first : first + self.recipe.sequences]]
 
     def _teach(self, batch: Sequence[Conversation]) -> list[Taught]:
         sequences = [(*self._frame.prompt(c.user), *c.response)[:LONGEST] for c in batch]

@@ -104,7 +104,8 @@ def read_exchange(exchange: Exchange) -> Trace:
         elif finish not in GOOD_FINISHES:
             problem = f"finish reason '{finish}'"
     mode, curve, chunks, tokens = _count(events)
-    if problem is None and any(b[1] < a[1] for a, b in pairwise(curve)):
+    told = [e.tokens for e in events if e.tokens is not None]
+    if problem is None and any(b < a for a, b in pairwise(told)):
         problem = "usage went backwards"
     if problem is None and not cut and tokens is not None and _text_after_the_count(events):
         problem = "text came after the last count of tokens: its total is not known"

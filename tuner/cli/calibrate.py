@@ -70,7 +70,7 @@ def command(
     if found.pairs is None:
         say(
             f"Even {MAX_PAIRS} pairs would show only gains from {100 * found.detectable:.1f} %, not {100 * gain:g} %: "
-            "quiet the machine, or settle for larger gains (--gain). With eight candidates "
+            "quiet the machine, lengthen the windows, or settle for larger gains (--gain). With eight candidates "
             f"{MAX_PAIRS} pairs are --launches {found.launches}."
         )
     else:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +26,36 @@ def broken(model: str) -> str | None:
     return None if begins == b"GGUF" else f"'{model}' is no GGUF file: it begins with {begins!r}"
 
 
-MODEL_FACTS = ("model.attention",)
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+MODEL_FACTS = frozenset({"model.attention", "draft.attention"})
+_LANGUAGE = ("text_config", "language_config", "llm_config", "thinker_config")
+"""Where a model that also sees or hears describes its language model."""
+
+_known: dict[str, str] = {}
 
 
-@lru_cache
-def facts(model: str) -> dict[str, str]:
-    """What the rules of an engine may ask of a model: `model.attention`, mla (latent) or mha (heads, grouped or not).
+def attention(model: str) -> str | None:
+    """Its kind: mla (latent) or mha (heads, grouped or not).
 
-    Empty where its config.json is neither here nor among what the hub's cache holds.
+    None where no config.json is here or among what the hub's cache holds, or it tells of no attention.
     """
-    config = _config(model) or (_cached(model) if HUB_ID.fullmatch(model) else None)
-    if config is None:
-        return {}
-    rank = config.get("kv_lora_rank")
-    return {"model.attention": "mla" if isinstance(rank, int) and rank > 0 else "mha"}
+    if model not in _known:
+        config = _config(model) or _cached(model)
+        if config is None or "num_attention_heads" not in config:
+            return None  # asked again: a download may be under way
+        rank = config.get("kv_lora_rank")
+        _known[model] = "mla" if isinstance(rank, int) and rank > 0 else "mha"
+    return _known[model]
 
 
 def _cached(model: str) -> dict[str, Any] | None:
-    from huggingface_hub import try_to_load_from_cache
+    if "/" not in model or Path(model).expanduser().exists():
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model, "config.json")
+        found = try_to_load_from_cache(model, "config.json")
+    except (ImportError, ValueError):  # no hub here, or an id that it does not take
+        return None
     return _config(str(Path(found).parent)) if isinstance(found, str) else None
 
 
@@ -87,5 +94,7 @@ def _config(folder: str) -> dict[str, Any] | None:
         return None
     if not isinstance(data, dict):
         return None
-    text = data.get("text_config")  # where a model also sees or hears, its language model is described apart
-    return {**text, **data} if isinstance(text, dict) else data
+    for name in (*_LANGUAGE, *_LANGUAGE):  # one may lie within another
+        if isinstance(within := data.get(name), dict):
+            data = {**within, **data}
+    return data

@@ -106,7 +106,7 @@ def idle(variable: str, path: Setting | None) -> str | None:
 def contradictory(env: Mapping[str, str | None]) -> list[str]:
     """Settings of NCCL that deny each other, of which it would follow one: a sentence for each two."""
     least, most = (str(env.get(name) or "") for name in ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS"))
-    if not (least.isdigit() and most.isdigit() and int(least) > int(most)):
+    if not (least.isdecimal() and most.isdecimal() and int(least) > int(most)):
         return []
     return [f"env.NCCL_MIN_CTAS: {least}: is more than NCCL_MAX_CTAS, {most}, and NCCL would follow one of them"]
 

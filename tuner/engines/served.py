@@ -22,8 +22,7 @@ from tuner.engines.base import (
     unknown_names,
     value_problems,
 )
-from tuner.engines.drafts import broken
-from tuner.engines.drafts import facts as model_facts
+from tuner.engines.drafts import attention, broken
 from tuner.engines.flags import TUNER, extra_problems, flags_of
 from tuner.engines.installed import Program
 from tuner.engines.names import foreign
@@ -121,10 +120,12 @@ class ServedEngine(ABC):
 
     def model_problems(self, model: str, args: Mapping[str, Any], settings: Mapping[str, Setting]) -> list[str]:
         """See `Modelled.model_problems`."""
-        told = model_facts(model)
+        values = {**{name: value for name, value in args.items() if name not in OWN}, **settings}
+        draft = values.get("draft_head") or values.get("draft_model")
+        asked = {"model.attention": model, "draft.attention": draft}
+        told = {name: kind for name, one in asked.items() if one and (kind := attention(str(one)))}
         if not told:
             return []
-        values = {**{name: value for name, value in args.items() if name not in OWN}, **settings}
         known, _ = nearest(self.kind, args.get("version") or self._here(args))
         return known.of_model({**self.completed(values), **told})
 

@@ -14,7 +14,7 @@ from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import Candidate, LaunchRecord
 from tuner.secrets import without_secrets
 from tuner.space import Space
-from tuner.study.engine import illegal, launch_record
+from tuner.study.engine import illegal, launch_record, split
 from tuner.study.fabric import fabric_here, used_devices
 
 _MOST = 500
@@ -39,12 +39,13 @@ def preflight(space: Space) -> Preflight:
     gpus = fabric_here(space)
     engine, placed = get_engine(space.kind), on_gpus(get_engine(space.kind), gpus)
     if not isinstance(engine, Installed):
+        notes = _left_out(space, engine, placed)
         if not isinstance(placed, Placed) or not _may_use_gpus(space):
-            return Preflight()
+            return Preflight(tuple(_contradicted(space, engine)), (), tuple(notes))
         bundled = launch_record(space, engine, space.baseline, host="127.0.0.1", port=1)
         missing = _hardware(space, [bundled]) or _impossible(space, engine, placed)
-        return Preflight((), tuple(missing), tuple(_left_out(space, engine, placed)))
-    refused: list[str] = []
+        return Preflight(tuple(_contradicted(space, engine)), tuple(missing), tuple(notes))
+    refused = _contradicted(space, engine)
     records: list[LaunchRecord] = []
     for candidate in _candidates(space):
         if candidate is not space.baseline and illegal(space, placed, candidate):
@@ -251,15 +252,25 @@ def _impossible(space: Space, engine: Engine, placed: Engine) -> list[str]:
     return [f"the baseline: {here}"] if here and not elsewhere else []
 
 
+def _contradicted(space: Space, engine: Engine) -> list[str]:
+    """Why the baseline cannot run as it says, by rules about its model or environment: all else is compared with it."""
+    settings, _ = split(space.baseline)
+    if space.forbidden(space.baseline) or engine.problems(space.args, settings):
+        return []  # said where a command line is made of it
+    why = illegal(space, engine, space.baseline)
+    return [f"the baseline: {why}"] if why else []
+
+
 def _left_out(space: Space, engine: Engine, placed: Engine) -> list[str]:
     """What is not tried: since the engine could not, or since this machine's GPUs could not, though others might."""
     here: Counter[str] = Counter()
     anywhere: Counter[str] = Counter()
-    looked = [each for each in _candidates(space) if each.id != space.baseline.id]
+    gpus_known = isinstance(placed, Placed) and placed.fabric is not None
+    looked = [each.candidate for each in (space.listed() or {}).values() if each.candidate.id != space.baseline.id]
     for each in looked:
         if why := illegal(space, engine, each):
             anywhere[why] += 1
-        elif why := illegal(space, placed, each):
+        elif gpus_known and (why := illegal(space, placed, each)):
             here[why] += 1
     of = f"of {len(looked)} candidates"
     found = [f"left out on these GPUs ({count} {of}): {said}" for said, count in here.most_common()]

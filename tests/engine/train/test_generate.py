@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 
 from engine.build import Core
-from engine.errors import TemplateError
+from engine.errors import InvalidConfig, TemplateError
 from engine.train.corpus import Conversation, append, read
-from engine.train.generate import CODE, KINDS, PROSE, TOPICS, generate
+from engine.train.generate import CODE, KINDS, PROSE, TOPICS, _rarest, generate
 
 STOP = tuple(range(10, 30))
 """A random tiny model ends a turn with any of these soon enough."""
@@ -58,9 +59,8 @@ def test_a_task_is_an_instruction_with_an_earlier_answer_and_fits_the_model(
     monkeypatch.setattr("engine.train.generate._RESPONSE_TOKENS", 100)
     file, rng = tmp_path / "corpus.jsonl.gz", np.random.default_rng(0)
     short, long = ([tuple(rng.integers(30, 60, n).tolist()) for _ in range(9)] for n in (90, 190))
-    known = [Conversation((30 + i,), (*answer, 10), 0.0, "self") for i, answer in enumerate([*short, *long])]
-    known = [c for c in known if not c.held_out][:17]
-    assert KINDS[len(known) % 3] == "task"
+    known = [Conversation((30 + i,), (*a, 10), 0.0, KINDS[i % 2]) for i, a in enumerate([*short, *long])]
+    known = [c for c in known if not c.held_out]
     append(file, known, "self")
     core = make_core()
     generate(core, Frame(), file, sum(len(c.response) for c in known) + 1, (10,))
@@ -99,3 +99,42 @@ def test_instructions_are_not_those_of_the_prompts_that_are_measured_on() -> Non
     assert texts
     for instruction in (*PROSE, *CODE):
         assert not any(instruction.lower().rstrip(".?") in text for text in texts), instruction
+
+
+def test_all_kinds_and_temperatures_are_made_alike_whatever_a_batch_yields() -> None:
+    rng, known = np.random.default_rng(1), []
+    made: Counter[tuple[str, float]] = Counter()
+    for size in [192] * 12 + rng.integers(100, 192, 120).tolist():
+        kind, temperature = _rarest(known, KINDS)
+        known += [Conversation((1,), (1,), temperature, kind)] * size
+        made[kind, temperature] += size
+    assert len(made) == 6
+    assert max(made.values()) - min(made.values()) <= 2 * 192
+    assert _rarest([], KINDS)[0] == "self", "there is no text yet to give a task about"
+
+
+def test_a_model_none_of_whose_turns_can_be_used_is_said_to_be_so(
+    make_core: Callable[..., Core], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.train.generate._RESPONSE_TOKENS", 255)
+    with pytest.raises(InvalidConfig, match="no turn that can be answered"):
+        generate(make_core(), Frame(), tmp_path / "corpus.jsonl.gz", 300, STOP)
+
+
+def test_what_is_made_after_a_kill_in_the_middle_of_a_write_can_be_read(
+    make_core: Callable[..., Core], tmp_path: Path
+) -> None:
+    file = tmp_path / "corpus.jsonl.gz"
+    generate(make_core(), Frame(), file, 300, STOP)
+    some = list(read([file]))
+    file.write_bytes(file.read_bytes()[:-20])
+    left = list(read([file]))
+    assert len(left) < len(some)
+    made = generate(make_core(), Frame(), file, 600, STOP)
+    assert sum(len(c.response) for c in read([file])) == made >= 600
+    file.write_bytes(file.read_bytes()[:15])
+    assert generate(make_core(), Frame(), file, 50, STOP) >= 50
+    file.write_bytes(b"something of the user's")
+    with pytest.raises(InvalidConfig, match="no gzipped lines"):
+        generate(make_core(), Frame(), file, 50, STOP)
+    assert file.read_bytes() == b"something of the user's"

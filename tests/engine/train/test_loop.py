@@ -102,18 +102,42 @@ def test_what_training_makes_is_a_head_that_serves_and_says_where_it_comes_from(
 def test_a_corpus_that_grew_is_gone_on_with_where_it_is_new(
     trainer_in: Callable[[Path], tuple[Trainer, list[Conversation]]], tmp_path: Path
 ) -> None:
-    """What was seen is not seen again before what came since."""
+    """What was there is seen once, before what came since, wherever that stands."""
     trainer, some = trainer_in(tmp_path)
     fewer = some[:20]
     trainer.begin(fewer)
-    trainer.run(fewer, lambda progress: None, 1e9)
-    assert trainer.progress.sequences == 20
+    order = [c for batch in trainer._batches(fewer, 0) for c in batch]
+
+    def tick(progress: Progress) -> None:
+        if progress.sequences == 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(fewer, tick, 1e9)
+    trainer.save()
     grown, _ = trainer_in(tmp_path)
-    grown.begin(some)
-    seen = [c for batch in grown._batches(some, grown.progress.sequences) for c in batch]
-    assert sorted(map(id, seen)) == sorted(map(id, some[20:]))
-    grown.run(some, lambda progress: None, 1e9)
-    assert grown.progress.tokens > trainer.progress.tokens
+    mixed = [*some[50:], *fewer, *some[20:50]]
+    grown.begin(mixed)
+    seen = [c for batch in grown._batches(mixed, grown.progress.sequences) for c in batch]
+    assert seen[:8] == order[12:]
+    assert sorted(c.key for c in seen[8:]) == sorted(c.key for c in some[20:])
+    grown.run(mixed, lambda progress: None, 1e9)
+    assert grown.progress.sequences > 20
     again, _ = trainer_in(tmp_path)
-    with pytest.raises(InvalidConfig, match="was begun with"):
+    with pytest.raises(InvalidConfig, match="are in no --corpus"):
         again.begin(fewer)
+
+
+def test_a_checkpoint_that_notes_no_corpus_is_of_the_one_that_is_there(
+    trainer_in: Callable[[Path], tuple[Trainer, list[Conversation]]], tmp_path: Path
+) -> None:
+    trainer, some = trainer_in(tmp_path)
+    trainer.begin(some)
+    order = [c for batch in trainer._batches(some, 0) for c in batch]
+    trainer.progress.corpora, trainer.progress.sequences = [], 40
+    trainer.save()
+    resumed, _ = trainer_in(tmp_path)
+    resumed.begin(some)
+    assert [c for batch in resumed._batches(some, 40) for c in batch] == order[40:]
+    with pytest.raises(InvalidConfig, match="has seen 40 conversations"):
+        trainer_in(tmp_path)[0].begin(some[:30])

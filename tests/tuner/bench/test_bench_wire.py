@@ -234,6 +234,14 @@ def test_an_answer_that_broke_off_before_its_usage_has_no_count_of_zero() -> Non
     assert trace.curve == ()
 
 
+@pytest.mark.parametrize("counts", [(3, 0), (0, 3, 0), (5, 4)])
+def test_a_count_that_falls_is_a_problem_whenever_it_is_told(counts: tuple[int, ...]) -> None:
+    text = b'data: {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}]}\n\n'
+    told = b"".join(b'data: {"choices": [], "usage": {"completion_tokens": %d}}\n\n' % count for count in counts)
+    (trace,) = read(([b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + text + told], True))
+    assert trace.problem == "usage went backwards"
+
+
 def test_text_after_the_last_count_is_a_problem_by_name() -> None:
     """A server that counts every second event, say, and breaks off between two counts."""
     told = b'data: {"choices": [{"index": 0, "delta": {"content": "a"}}], "usage": {"completion_tokens": 3}}\n\n'

@@ -7,9 +7,9 @@ One file per engine and version, `ENGINE-VERSION.yaml`. A rule holds where every
       says: trtllm_mha verifies chains only (topk 1)
       source: srt/arg_groups/speculative_hook.py 1176
 
-Besides settings a rule may ask for facts: `gpus.*` (`Fabric.facts`) and `model.*` (`drafts.facts`); where nothing is
-known of one, the rule does not hold. A condition is a list (one of these), `{above: n}`, `{below: n}`, `{not: [...]}`
-or `{given: true}`.
+Besides settings a rule may ask for facts: `gpus.*` (`Fabric.facts`), and `model.*` and `draft.*` (`drafts.attention`);
+where nothing is known of one, the rule does not hold. A condition is a list (one of these), `{above: n}`, `{below: n}`,
+`{not: [...]}` or `{given: true}`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from importlib.resources import files
 from typing import Any
 
 import yaml
+
+from tuner.engines.drafts import MODEL_FACTS
 
 CONDITIONS = ("above", "below", "not", "given")
 
@@ -56,7 +58,7 @@ class Known:
 
     def of_model(self, values: Mapping[str, Any]) -> list[str]:
         """A sentence for each rule that asks for what the model is, and holds."""
-        mine = [rule for rule in self.rules if any(name.startswith("model.") for name in rule.when)]
+        mine = [rule for rule in self.rules if not MODEL_FACTS.isdisjoint(rule.when)]
         return [f"{rule.setting}: {rule.says}" for rule in mine if rule.holds(values)]
 
 
