@@ -337,7 +337,7 @@ def train_head(
         list[str] | None, _option("Gzipped JSON lines of the target's own conversations; repeatable.")
     ] = None,
     generate: Annotated[
-        int, _option("Response tokens of corpus to have the target write first, about 500 a second on two cores.")
+        int, _option("Response tokens of corpus to have the target write first, about 650 a second on two cores.")
     ] = 0,
     model: Annotated[str, _option("The target.")] = EngineConfig.model,
     folder: Annotated[
@@ -345,6 +345,9 @@ def train_head(
     ] = None,
     held_out: Annotated[
         str | None, _option('JSON lines with "text": prompts that acceptance is measured on. Default: of the corpus.')
+    ] = None,
+    begin_with: Annotated[
+        str | None, _option("A head for this target to go on from, with its draft vocabulary; default: a linear start.")
     ] = None,
     draft_vocab: Annotated[int, _option("Size of the reduced draft vocabulary.")] = 16384,
     tokens: Annotated[int, _option("Response tokens to train on in all.")] = 1_500_000,
@@ -369,6 +372,7 @@ def train_head(
             Recipe(tokens=tokens, seed=seed),
             threads,
             generate,
+            Path(begin_with) if begin_with else None,
         )
     except EngineError as error:
         typer.echo(f"error: {error}", err=True)

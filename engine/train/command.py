@@ -17,6 +17,7 @@ from engine.cache import cache_dir
 from engine.config import EngineConfig
 from engine.errors import InvalidConfig
 from engine.model.eagle3 import HeadShape
+from engine.model.head_file import load_head
 from engine.model.source import resolve
 from engine.ops.native import cpu_flags
 from engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -43,18 +44,22 @@ def train_head(
     recipe: Recipe,
     threads: int | None,
     generate_tokens: int = 0,
+    begin_with: Path | None = None,
 ) -> Path:
     """Train, or go on with, the head in `folder`; returns the finished head, which `--draft-head` serves.
 
-    `generate_tokens` response tokens of the target's own are made first, and kept in the folder beside the corpus.
+    `generate_tokens` response tokens of the target's own are made first, and kept in the folder beside the corpus. With
+    `begin_with`, a head for this target, training goes on from its weights and keeps its shape and vocabulary.
 
     Raises:
         InvalidConfig: no corpus, or a folder that holds a head of another recipe.
+        ModelBroken: `begin_with` is no head for this target.
     """
     # torch multiplies bfloat16 fast only with these instructions; elsewhere it takes several times float32's time.
     dtype = "bfloat16" if cpu_flags() & {"amx_bf16", "avx512_bf16"} else "float32"
-    core = build(EngineConfig(model=model, dtype=dtype, threads=threads, max_running_requests=64))
+    core = build(EngineConfig(model=model, dtype=dtype, threads=threads, max_running_requests=96))
     source = resolve(model)
+    begun = None if begin_with is None else load_head(begin_with, core.model, source.name)
     tokenizer = load_tokenizer(source)
     frame = ChatFrame(tokenizer)
     folder = folder or cache_dir() / "heads" / source.name
@@ -80,8 +85,12 @@ def train_head(
         rope_theta=shape.rope.theta,
         layers=feature_layers(shape.layers),
     )
-    kept = _kept(folder, train, head)
-    _same_recipe(folder, {"head": head.to_dict(), "recipe": asdict(replace(recipe, tokens=0)), "model": source.name})
+    settings = {"head": head.to_dict(), "recipe": asdict(replace(recipe, tokens=0)), "model": source.name}
+    if begun is not None:
+        head = begun.shape
+        settings |= {"head": head.to_dict(), "begun_with": begun.identity()}
+    kept = _kept(folder, train, head) if begun is None else begun.hot.numpy()
+    _same_recipe(folder, settings)
     responses = sum(len(c.response) for c in train)
     covered = float(np.isin(np.concatenate([c.response for c in everything if c.held_out]), kept).mean())
     log.info("%d conversations, %d response tokens; held-out coverage %.4f", len(train), responses, covered)
@@ -95,7 +104,7 @@ def train_head(
         batch = [(*p, *a) for p, a in zip(prompts[first : first + 8], answers[first : first + 8], strict=True)]
         taught += [_kept_copy(one) for one in teacher.teach(batch)]
     trainer = Trainer(folder, recipe, head, teacher, frame, kept, Bench(taught, [len(p) for p in prompts]))
-    trainer.begin(train)
+    trainer.begin(train, begun)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, disable=not os.isatty(2)) as bar:
         task = bar.add_task("training", total=recipe.tokens, completed=trainer.progress.tokens)
@@ -106,7 +115,7 @@ def train_head(
         trainer.run(train, tick, _SAVE_EVERY_S)
     made = folder / "head.safetensors"
     sources = ", ".join(sorted(file.name for file in corpus)) or "made by this command"
-    trainer.export(made, source.name, f"{responses} response tokens of the target's own answers ({sources})")
+    trainer.export(made, source.name, f"{responses} response tokens of the target's own answers ({sources})", begun)
     return made
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.errors import InvalidConfig
 from engine.model.eagle3 import HeadShape
-from engine.model.head_file import fingerprint, save_head
+from engine.model.head_file import HeadFile, fingerprint, save_head
 from engine.train.corpus import ChatFrame, Conversation
 from engine.train.evaluate import Acceptance, simulate
 from engine.train.head import SoftCrossEntropy, Unroll, rms
@@ -103,8 +103,8 @@ class Trainer:
         self.averaged: dict[str, Tensor] = {}
         self._checkpoint = folder / "checkpoint.pt"
 
-    def begin(self, conversations: Sequence[Conversation]) -> None:
-        """Resume from the checkpoint, or solve the ridge start."""
+    def begin(self, conversations: Sequence[Conversation], begun: HeadFile | None = None) -> None:
+        """Resume from the checkpoint, or begin with a head that there is, or solve the ridge start."""
         if self._checkpoint.exists():
             state = torch.load(self._checkpoint, weights_only=True)
             if "muon" not in state["optimiser"]:
@@ -117,6 +117,10 @@ class Trainer:
             log.info("resumed at %d response tokens", self.progress.tokens)
             return
         self._grown(conversations)
+        if begun is not None:
+            self._start({name: weight.float().clone() for name, weight in begun.weights.items()})
+            log.info("begun with a head of %s tokens: %s", begun.about.get("trained_tokens"), self._measure())
+            return
         ridge = Ridge(self.shape.hidden)
         for batch in self._batches(conversations, 0):
             for one in self._teach(batch):
@@ -124,10 +128,13 @@ class Trainer:
                 ridge.add(one.features[:-1], self._embedding[one.tokens[1:]], following)
             if ridge.positions >= self.recipe.ridge_positions:
                 break
-        self._weights = start(self.shape, ridge.solve(), self._final_norm(), self._kept_head, self.recipe.seed)
-        self.averaged = {name: w.clone() for name, w in self._weights.items()}
-        self._optimiser = HeadOptimiser(self._weights, self.recipe.head_rate, self._embedding.dtype)
+        self._start(start(self.shape, ridge.solve(), self._final_norm(), self._kept_head, self.recipe.seed))
         log.info("ridge start on %d positions: %s", ridge.positions, self._measure())
+
+    def _start(self, weights: dict[str, Tensor]) -> None:
+        self._weights = weights
+        self.averaged = {name: w.clone() for name, w in weights.items()}
+        self._optimiser = HeadOptimiser(weights, self.recipe.head_rate, self._embedding.dtype)
 
     def run(self, conversations: Sequence[Conversation], tick: Callable[[Progress], None], save_every_s: float) -> None:
         """Train until the recipe's tokens are used up or the conversations are."""
@@ -170,10 +177,10 @@ class Trainer:
         torch.save(state, made)
         made.replace(self._checkpoint)
 
-    def export(self, file: Path, target_name: str, corpus: str) -> None:
+    def export(self, file: Path, target_name: str, corpus: str, begun: HeadFile | None = None) -> None:
         """Write the averaged weights as a head that the engine serves, with its training log.
 
-        `corpus`: a sentence about where the conversations come from.
+        `corpus`: a sentence about where the conversations come from; `begun`: the head that it was begun with.
         """
         about = {
             "target": target_name,
@@ -186,6 +193,8 @@ class Trainer:
             "curve": self.progress.curve,
             "check": self._check(),
         }
+        if begun is not None:
+            about["begun_with"] = {name: begun.about.get(name) for name in ("corpus", "trained_tokens", "curve")}
         save_head(file, self.shape, self.averaged, self.kept, about)
 
     def _check(self) -> dict[str, object]:

@@ -141,3 +141,23 @@ def test_a_checkpoint_that_notes_no_corpus_is_of_the_one_that_is_there(
     assert [c for batch in resumed._batches(some, 40) for c in batch] == order[40:]
     with pytest.raises(InvalidConfig, match="has seen 40 conversations"):
         trainer_in(tmp_path)[0].begin(some[:30])
+
+
+def test_a_head_that_there_is_can_be_gone_on_from(
+    trainer_in: Callable[[Path], tuple[Trainer, list[Conversation]]], tmp_path: Path
+) -> None:
+    first, some = trainer_in(tmp_path / "first")
+    first.begin(some)
+    first.run(some, lambda progress: None, 1e9)
+    file = tmp_path / "head.safetensors"
+    first.export(file, "tiny", "made by a test")
+    begun = read_head(file)
+    second, _ = trainer_in(tmp_path / "second")
+    second.begin(some, begun)
+    for name, weight in first.averaged.items():
+        torch.testing.assert_close(second.averaged[name], weight, atol=2e-2, rtol=2e-2)
+    second.run(some, lambda progress: None, 1e9)
+    second.export(file, "tiny", "more of it", begun)
+    about = read_head(file).about
+    assert about["begun_with"]["trained_tokens"] == first.progress.tokens
+    assert about["trained_tokens"] == second.progress.tokens
