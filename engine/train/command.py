@@ -85,7 +85,11 @@ def train_head(
         rope_theta=shape.rope.theta,
         layers=feature_layers(shape.layers),
     )
-    settings = {"head": head.to_dict(), "recipe": asdict(replace(recipe, tokens=0)), "model": source.name}
+    settings: dict[str, object] = {
+        "head": head.to_dict(),
+        "recipe": asdict(replace(recipe, tokens=0)),
+        "model": source.name,
+    }
     if begun is not None:
         head = begun.shape
         settings |= {"head": head.to_dict(), "begun_with": begun.identity()}
