@@ -134,6 +134,7 @@ def test_a_machine_under_load_is_not_called_healthy(
     assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["load"]["foreign"] == foreign
 
 
+@pytest.mark.timing
 def test_who_is_busy_on_the_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tuner.bench.machine.between", lambda *_: Surroundings(foreign=0.9, steal=0.0))
