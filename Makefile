@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-JOBS   ?= 3
+JOBS   ?= 2
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
@@ -19,8 +19,7 @@ run: $(READY) ## tune the bundled engine on this machine, then print the report 
 	@echo "Report:    studies/quickstart/report.html (and report.md, the record to keep)"
 	@echo "Artefact:  studies/quickstart/export/run.sh"
 
-# Tests that measure time have the machine to themselves; the others run side by side. They wait for servers half of the
-# time: three at once suit two cores.
+# Tests that measure time have the machine to themselves; the others run side by side.
 SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 
 test: $(READY) ## the tests that gate every change: minutes, no GPU
