@@ -14,7 +14,7 @@ from tuner.judge.verdict import detectable_gain
 
 MAX_PAIRS = 32
 """More pairs than this are no answer to noise; a quieter machine is. Longer windows need not be: on a shared host speed
-wandered by as much from one 30 s to the next as from one second to the next (docs/measuring.md)."""
+wandered by as much from one 30 s to the next as from one 4 s to the next (docs/measuring.md)."""
 
 GAIN = 0.05
 """The true gain that the default number of pairs is to find four times in five."""
