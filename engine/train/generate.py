@@ -143,7 +143,7 @@ def generate(
             if not kinds:
                 raise InvalidConfig(
                     f"the model writes no turn that can be answered within its {core.context_length} tokens: none of "
-                    f"those of the last batches ended, was new, and was answered in 8 tokens or more"
+                    "those of the last batches ended, was new, and was answered in 8 tokens or more"
                 )
         known += done
         made += sum(len(c.response) for c in done)
