@@ -10,7 +10,7 @@ Tables come from the simulator: `physics` is the machine as it is simulated, whi
 and `strange` is the same with effects laid over it that no formula of ours has a place for. A third comes from the
 bundled engine, measured on a whole grid; it takes hours, and goes on where it was left:
 
-    python -m benchmarks.search --measure benchmarks/results/search_grid.jsonl [--cells 3]
+    python -m benchmarks.search --measure benchmarks/results/search_grid.jsonl [--hours 2]
     python -m benchmarks.search --table benchmarks/results/search_grid.jsonl --output ...
 """
 
@@ -518,32 +518,61 @@ def toy_result(seeds: range) -> dict[str, Any]:
 GRID = """
 name: search_grid
 engine: {kind: bundled, model: smollm2-135m}
-workload: {concurrency: [1, 4, 16], max_tokens: 64}
+workload: {concurrency: [1, 4, 16], max_tokens: 64, temperature: 0}
 baseline: {speculation: none, weights: bf16}
 parameters:
-  speculation: {choices: [none, ngram]}
-  num_steps: {low: 1, high: 8, when: speculation != 'none'}
+  speculation: {choices: [none, ngram, eagle3, hybrid]}
+  num_steps: {choices: [1, 2, 3, 4, 6, 8], when: speculation != 'none'}
   spec_version: {choices: [v1, v2], when: speculation != 'none'}
-  disable_batch_threshold: {choices: [never, 1, 2, 8], when: speculation != 'none'}
-  weights: {choices: [bf16, int8]}
-  threads: {choices: [1, 2]}
+  disable_batch_threshold: {choices: [never, 4], when: speculation != 'none'}
+  weights: {choices: [bf16, int8, int4]}
+rules:
+  - {forbid: speculation == 'eagle3' and num_steps > 6, because: drafts of the head alone rarely hold so deep}
+quality: {allow_lossy: true}
 profile: full
 """
+BATCHES = 6
+"""Launches that the candidates of one set of weights are spread over, by chance: what one launch or one hour differs by
+falls on candidates of every kind, and is seen by the reference that each launch measures first."""
 
 
-def cells(space: Space, hot: frozenset[str]) -> list[tuple[Candidate, int]]:
-    """Candidates and replicates (a fifth of them twice), those of one launch together."""
+@dataclass(frozen=True)
+class Cell:
+    """One candidate on one launch, at all levels. The reference of a launch is its weights without speculation."""
+
+    candidate: Candidate
+    replicate: int
+    batch: int
+    reference: bool = False
+
+
+def cells(space: Space, hot: frozenset[str]) -> list[Cell]:
+    """Every candidate, and a fifth of them once more on another launch, in batches of one launch each."""
     listed = space.listed()
     assert listed is not None
     every = {**{space.baseline.id: space.baseline}, **{i: each.candidate for i, each in listed.items()}}
 
-    def cold(one: Candidate) -> str:
-        return repr(sorted((name, value) for name, value in one.settings.items() if name not in hot))
+    def drawn(one: Candidate) -> str:
+        return hashlib.sha256(one.id.encode()).hexdigest()
 
-    chosen = [(one, 0) for one in every.values()]
-    chosen += [(one, 1) for one in every.values() if int(hashlib.sha256(one.id.encode()).hexdigest(), 16) % 5 == 0]
-    # The second replicates come on launches of their own, at the end.
-    return sorted(chosen, key=lambda cell: (cell[1], cold(cell[0]), cell[0].id))
+    twice = set(sorted(every, key=lambda i: drawn(every[i]))[: math.ceil(len(every) / 5)])
+    groups: dict[str, list[Candidate]] = {}
+    for one in sorted(every.values(), key=drawn):
+        cold = repr(sorted((name, value) for name, value in one.settings.items() if name not in hot))
+        groups.setdefault(cold, []).append(one)
+    out = []
+    for at, (_, mine) in enumerate(sorted(groups.items())):
+        reference = next(one for one in mine if one.settings["speculation"] == "none")
+        slots: list[list[Cell]] = [[] for _ in range(BATCHES)]
+        for i, one in enumerate(mine):
+            slots[i % BATCHES].append(Cell(one, 0, 0))
+            if one.id in twice:
+                slots[(i + BATCHES // 2) % BATCHES].append(Cell(one, 1, 0))
+        for turn, slot in enumerate(slots):
+            batch = turn * len(groups) + at
+            mixed = sorted(slot, key=lambda cell: drawn(cell.candidate)[::-1])
+            out += [replace(cell, batch=batch) for cell in (Cell(reference, batch, 0, True), *mixed)]
+    return sorted(out, key=lambda cell: cell.batch)
 
 
 class Grid:
@@ -559,47 +588,58 @@ class Grid:
         self.path, self.space, self.engine = path, space, engine
         self.world = Machine(space)
         self.world._plan = replace(
-            window_plan("full"), warmup_s=5.0, window_s=15.0, window_requests=2.0, window_cap_s=30.0
+            window_plan("full"),
+            **{"ramp_s": 1.0, "warmup_s": 2.0, "steady_span_s": 1.0, "tail_s": 2.0},
+            **{"window_s": 15.0, "window_requests": 2.0, "window_cap_s": 30.0},
         )
         self.server: Any = None
         self.up: Any = None
-        self.cold: Any = None
+        self.batch: int | None = None
+        self.launch = max((line.get("launch", 0) for line in _lines(path)), default=0)
 
-    def run(self, most: int) -> None:
-        """Measures what the file lacks, at most so many cells."""
+    def run(self, seconds: float) -> None:
+        """Measures what the file lacks, until so many seconds have passed."""
+        ends = time.monotonic() + seconds
         tries: dict[tuple[str, int, int], int] = {}
         for line in _lines(self.path):
+            if line["reference"]:
+                continue
             key = (line["candidate"], line["replicate"], line["level"])
             # A block that failed a gate is measured again when the command is: twice, then it has to do.
             tries[key] = tries.get(key, 0) + (1 if line.get("red") else 3)
         done = {key for key, count in tries.items() if count >= 3}
-        left = [
-            (candidate, replicate, missing)
-            for candidate, replicate in cells(self.space, self.engine.hot)
-            if (missing := [at for at in self.space.workload.concurrency if (candidate.id, replicate, at) not in done])
-        ]
-        print(f"{len(left)} cells left", flush=True)
+        left: dict[int, list[tuple[Cell, list[int]]]] = {}
+        for cell in cells(self.space, self.engine.hot):
+            levels = self.space.workload.concurrency
+            missing = [at for at in levels if cell.reference or (cell.candidate.id, cell.replicate, at) not in done]
+            if missing:
+                left.setdefault(cell.batch, []).append((cell, missing))
+        left = {batch: mine for batch, mine in left.items() if any(not cell.reference for cell, _ in mine)}
+        print(f"{sum(len(mine) - 1 for mine in left.values())} cells left on {len(left)} launches", flush=True)
         try:
-            for candidate, replicate, missing in left[:most]:
-                self.cell(candidate, replicate, missing)
+            for cell, missing in (each for mine in left.values() for each in mine):
+                if time.monotonic() > ends:
+                    break
+                self.cell(cell, missing)
         finally:
             self.stop()
 
-    def cell(self, candidate: Candidate, replicate: int, levels: Sequence[int]) -> None:
+    def cell(self, cell: Cell, levels: Sequence[int]) -> None:
         from tuner.errors import LaunchFailed
         from tuner.study.engine import illegal
 
-        if why := illegal(self.space, self.engine, candidate):
-            _append(self.path, candidate, replicate, levels, {"illegal": why})
+        if why := illegal(self.space, self.engine, cell.candidate):
+            self.keep(cell, levels, {"illegal": why})
             return
         try:
-            self.put(candidate, replicate)
+            self.put(cell)
             for level in levels:
+                seed = 0 if cell.reference else cell.replicate
                 found = self.world.measure(
-                    self.server, self.up, concurrency=level, role="screen", seed=replicate, on_progress=lambda _: None
+                    self.server, self.up, concurrency=level, role="screen", seed=seed, on_progress=lambda _: None
                 )
                 if (block := found.block) is None:
-                    _append(self.path, candidate, replicate, [level], {"failure": found.failure.kind})
+                    self.keep(cell, [level], {"failure": found.failure.kind})
                     continue
                 facts = {
                     "tokens_per_s": round(block.tokens_per_s, 3),
@@ -607,40 +647,44 @@ class Grid:
                     "accept_length": block.accept_length,
                     "red": [gate.name for gate in block.gates if not gate.ok],
                 }
-                _append(self.path, candidate, replicate, [level], facts)
+                self.keep(cell, [level], facts)
         except LaunchFailed as error:
-            _append(self.path, candidate, replicate, levels, {"failure": error.failure.kind})
+            self.keep(cell, levels, {"failure": error.failure.kind})
             self.stop()
 
-    def put(self, candidate: Candidate, replicate: int) -> None:
+    def put(self, cell: Cell) -> None:
         """A server with these settings: the running one changed, or another."""
         from tuner.study.engine import launch_record
 
-        cold = (replicate, sorted((n, v) for n, v in candidate.settings.items() if n not in self.engine.hot))
-        port = self.up.port if self.server is not None and cold == self.cold else self.world.free_port()
-        record = launch_record(self.space, self.engine, candidate, host="127.0.0.1", port=port)
-        if self.server is not None and cold == self.cold:
+        kept = self.server is not None and cell.batch == self.batch
+        port = self.up.port if kept else self.world.free_port()
+        record = launch_record(self.space, self.engine, cell.candidate, host="127.0.0.1", port=port)
+        if kept:
             self.world.reconfigure(self.server, record, self.engine.change(record))
             self.up = record
             return
         self.stop()
         log = self.path.with_suffix(".log")
+        self.launch += 1
         self.server = self.world.start(record, marker={"study": "benchmark", "launch": "1"}, log_path=log)
-        self.up, self.cold = record, cold
+        self.up, self.batch = record, cell.batch
         self.server.wait_ready()
+
+    def keep(self, cell: Cell, levels: Sequence[int], facts: Mapping[str, Any]) -> None:
+        """A line for each level."""
+        candidate = cell.candidate
+        with open(self.path, "a", encoding="utf-8") as file:
+            for level in levels:
+                line = {"candidate": candidate.id, "settings": dict(candidate.settings), "replicate": cell.replicate}
+                line |= {"reference": cell.reference, "launch": self.launch, "batch": cell.batch}
+                line |= {"at": round(time.time()), "level": level, **facts}
+                file.write(json.dumps(line) + "\n")
+                print(json.dumps(line), flush=True)
 
     def stop(self) -> None:
         if self.server is not None:
             self.server.stop()
         self.server = None
-
-
-def _append(path: Path, candidate: Candidate, replicate: int, levels: Sequence[int], facts: Mapping[str, Any]) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        for level in levels:
-            line = {"candidate": candidate.id, "settings": dict(candidate.settings), "replicate": replicate}
-            file.write(json.dumps({**line, "level": level, **facts}) + "\n")
-            print(json.dumps({**line, "level": level, **facts}), flush=True)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -717,11 +761,11 @@ def main() -> None:
     parser.add_argument("--tables", nargs="*", default=["physics", "strange", "toy"])
     parser.add_argument("--table", type=Path, help="a measured grid in place of the simulator's tables")
     parser.add_argument("--measure", type=Path, help="measure the grid into this file")
-    parser.add_argument("--cells", type=int, default=1_000_000, help="stop measuring after so many")
+    parser.add_argument("--hours", type=float, default=1000.0, help="stop measuring after so many")
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
     if chosen.measure:
-        Grid(chosen.measure, parse_space(GRID, source="grid.yaml")).run(chosen.cells)
+        Grid(chosen.measure, parse_space(GRID, source="grid.yaml")).run(3600 * chosen.hours)
         return
     seeds = {name: range(chosen.gp_seeds if name == "GP" else chosen.seeds) for name in STRATEGIES}
     seeds["full grid"] = range(min(chosen.seeds, 5))
