@@ -24,8 +24,9 @@ SAID, SHOWN = 4000, 60_000
 Setting = str | int | float | bool
 """The value of one engine-neutral setting."""
 
-Role = Literal["look", "screen", "confirm"]
-"""What a block is for: a short first look at a candidate, its screening in the search, or the confirmation."""
+Role = Literal["look", "screen", "edge", "confirm"]
+"""What a block is for: a short first look at a candidate, its screening in the search, to find where a schedule should
+change its depth, or the confirmation."""
 
 SEARCH: tuple[Role, ...] = ("look", "screen")
 """The roles of what is measured in the search."""

@@ -171,7 +171,10 @@ def study_view(data: StudyData) -> StudyView:
     found = recommendation(data)
     shown = ev.shown(data, found)
     verdicts = {(v.candidate_id, v.concurrency): v for v in (*data.verdicts, *verdicts_of(found))}
-    candidates = [_candidate(data, found, verdicts, candidate_id) for candidate_id in data.candidates]
+    # What was measured beside a change of a schedule alone was never in the race.
+    beside = {stored.candidate_id for stored in data.blocks.values() if stored.role == "edge"}
+    beside -= {data.baseline.id, *(trial.candidate_id for trial in data.trials)}
+    candidates = [_candidate(data, found, verdicts, one) for one in data.candidates if one not in beside]
     valid = [stored.block for stored in data.blocks.values() if stored.block.valid]
     states = [launch.state for launch in data.launches]
     return StudyView(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,9 +62,9 @@ def crossings(gain: Curve) -> tuple[Crossing, ...]:
     return tuple(found)
 
 
-def sides(found: Crossing) -> tuple[int, int]:
+def sides(at: float) -> tuple[int, int]:
     """The numbers of running requests next to a crossing, below and above it: where it can be measured again."""
-    below = max(1, math.ceil(found.at) - 1)
+    below = max(1, math.ceil(at) - 1)
     return below, below + 1
 
 
@@ -76,15 +76,35 @@ def ratio(above: Curve, below: Curve) -> Curve:
     }
 
 
-def best_depths(curves: Mapping[int, Curve]) -> dict[int, int]:
+@dataclass(frozen=True)
+class Change:
+    """Where a schedule goes from one depth to another: between the measured levels `low` and `high`.
+
+    `first` is the first load with the depth `after`. `at` is where the curves of the two cross; None if noise hides it.
+    """
+
+    low: int
+    high: int
+    before: int
+    after: int
+    first: int
+    at: Crossing | None
+
+    @property
+    def place(self) -> float:
+        """The load at which the two depths are taken to be equally fast."""
+        return self.at.at if self.at else math.sqrt(self.low * self.high)
+
+
+def best_depths(curves: Mapping[int, Curve], levels: Collection[int] | None = None) -> dict[int, int]:
     """Level → the fastest depth there, 0 being plain decoding; the shallower of what noise does not tell apart.
 
-    `curves`: draft depth → its log rates.
+    `curves`: draft depth → its log rates. Of these `levels` only, and of those where plain decoding was measured.
     """
     chosen: dict[int, int] = {}
     for level in sorted({level for curve in curves.values() for level in curve}):
         here = {depth: curve[level] for depth, curve in curves.items() if level in curve}
-        if 0 not in here:
+        if 0 not in here or (levels is not None and level not in levels):
             continue
         top = max(here, key=lambda depth: here[depth][0])
         close = [d for d, (mean, sd) in here.items() if mean >= here[top][0] - 0.5 * math.hypot(sd, here[top][1])]
@@ -92,24 +112,33 @@ def best_depths(curves: Mapping[int, Curve]) -> dict[int, int]:
     return chosen
 
 
-def schedule(curves: Mapping[int, Curve]) -> str | None:
-    """The text of `steps_by_batch` with the fastest depth everywhere; None where one depth is, or too little known.
+def changes(curves: Mapping[int, Curve], levels: Collection[int] | None = None) -> tuple[Change, ...]:
+    """Where the fastest depth changes, from the lowest of `levels` (all, when None) up.
 
-    Changes lie where the curves of the two depths cross, between the levels at which they were measured.
+    Each lies where the curves of the two depths cross between two neighbouring levels; what was measured in between
+    counts too. Where noise makes them cross several times, it is the crossing in the middle.
     """
-    chosen = best_depths(curves)
-    if len(set(chosen.values())) < 2:
-        return None
-    table = [(1, chosen[min(chosen)])]
-    for below, above in itertools.pairwise(sorted(chosen)):
-        if chosen[below] == chosen[above]:
+    chosen = best_depths(curves, levels)
+    found = []
+    for low, high in itertools.pairwise(sorted(chosen)):
+        before, after = chosen[low], chosen[high]
+        if before == after:
             continue
-        gain = ratio(curves[chosen[above]], curves[chosen[below]])
-        there = {level: gain[level] for level in (below, above) if level in gain}
-        found = crossings(there)
+        gain = ratio(curves[after], curves[before])
+        crossed = crossings({level: each for level, each in gain.items() if low <= level <= high})
         # Where the depths cannot be told apart at one end, the change is put half way.
-        at = found[0].at if found else math.sqrt(below * above)
-        table.append((min(above, max(below + 1, math.ceil(at))), chosen[above]))
+        at = crossed[len(crossed) // 2] if crossed else None
+        place = at.at if at else math.sqrt(low * high)
+        found.append(Change(low, high, before, after, min(high, max(low + 1, math.ceil(place))), at))
+    return tuple(found)
+
+
+def schedule(curves: Mapping[int, Curve], levels: Collection[int] | None = None) -> str | None:
+    """The text of `steps_by_batch` with the fastest depth everywhere; None where one depth is, or too little known."""
+    found = changes(curves, levels)
+    if not found:
+        return None
+    table = [(1, found[0].before), *((change.first, change.after) for change in found)]
     return ",".join(f"{size}:{depth}" for size, depth in table)
 
 

@@ -23,6 +23,7 @@ from tuner.study.crashes import CrashesSeen, CrashMemory, crashes_seen, most_cra
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData, StudyState
 from tuner.study.database import finite, storage_problem
 from tuner.study.decide import compared, recommendation, verdicts_of
+from tuner.study.edges import edge_due
 from tuner.study.effect import Effects
 from tuner.study.engine import (
     StudyEngine,
@@ -35,7 +36,7 @@ from tuner.study.engine import (
     unsettled,
 )
 from tuner.study.evidence import costs_of, evidence_of, goal_of
-from tuner.study.hot import cold_values, group, reachable
+from tuner.study.hot import Running, cold_values, group, reachable
 from tuner.study.inherit import FIRST, in_space
 from tuner.study.journal import Entry, Journal
 from tuner.study.place import Place
@@ -53,12 +54,15 @@ from tuner.study.planner import (
     TakeOver,
     Tell,
     Wait,
+    hot_in,
     idle,
     invalid_block,
+    launches_left,
     launches_used,
     may_be_fruitless,
     next_step,
     out_of_launches,
+    search_over,
     share_of_window,
     slot_state,
     to_measure,
@@ -69,13 +73,16 @@ from tuner.study.progress import Event, Observer, Silent
 from tuner.study.quality import ANSWERS, COMPARED, JUDGED, VETO, wanted
 from tuner.study.quality import verdicts as quality_verdicts
 from tuner.study.sampler import PATIENCE, Proposal, Proposer, draw_untried, proposal_of
-from tuner.study.schedule import scheduled
+from tuner.study.schedule import Planned, planned
 from tuner.study.score import FAILED, ILLEGAL, Score, score
 from tuner.study.store import AlreadyMeasured, StudyStore
 from tuner.study.words import change, described
 from tuner.study.world import ENDING_S, RunningServer, StopReport, World
 
 HOST = "127.0.0.1"
+
+KEPT = 2
+"""Candidates of a budget, and launches where each takes one, with which the search turns to schedules."""
 
 WAIT_S = 5.0
 """How long a worker that has nothing to do waits before it looks again."""
@@ -162,6 +169,7 @@ class Controller:
         self._up: _Up | None = None
         self._asked_of: tuple[int, int] | None = None
         self._known: tuple[StudyData | None, Proofs] = (None, NOTHING)
+        self._asked_for: tuple[StudyData | None, Planned | None] = (None, None)
 
     @cached_property
     def journal(self) -> Journal:
@@ -216,6 +224,8 @@ class Controller:
             self._waiting = ""
         match step:
             case Begin():
+                if (edge := self._edge(data, step)) is not None:
+                    return edge
                 if not self._begin(data, step):
                     return lambda: self._wait("what would be tried next is measured elsewhere")
             case Launch(slot=slot):
@@ -277,7 +287,7 @@ class Controller:
         return next_step(
             data,
             self.policy,
-            exhausted=self._exhausted(data),
+            exhausted=self._exhausted(data) and not self._schedule_left(data),
             hot=self._hot,
             serving=self._up.launch if self._up else None,
             exhausted_here=self._exhausted_here(data),
@@ -371,7 +381,7 @@ class Controller:
         if self._asked_of == seen or not may_be_fruitless(data, self.policy):
             return data
         self._asked_of = seen
-        if scheduled(data, lambda one: illegal(data.space, self.engine, one) is None) is not None:
+        if self._planned(data) is not None:
             return data
         why = self._proposer.fruitless(_tried(data), evidence_of(data), goal_of(data), self._hopeless(data))
         if not why:
@@ -492,10 +502,10 @@ class Controller:
         if step.within is not None:
             launched = data.candidates[data.launch[step.within].slot.candidate_id]
             fixed = cold_values(space, self._hot, launched)
-        by_batch = scheduled(data, lambda one: illegal(space, self.engine, one) is None)
-        if by_batch is not None and not (step.only and step.within and not self._in_reach(data, step.within, by_batch)):
-            self._say("schedule", f"the blocks ask for other depths at other loads: trying {described(by_batch)}")
-            return Proposal(by_batch, {}, {}), False
+        if (by_batch := self._schedule(data, step)) is not None:
+            tried_next = by_batch.candidate
+            self._say("schedule", f"the blocks ask for other depths at other loads: trying {described(tried_next)}")
+            return Proposal(tried_next, {}, {}), False
         launch = data.launch[step.within] if step.within is not None else None
         costs = costs_of(data, self._hot, launch, stay=step.only)
         history = self.store.trials.history
@@ -520,6 +530,79 @@ class Controller:
             return proposal, False
         drawn = draw_untried(space, left, (), data.seed, step.number)
         return (drawn, True) if drawn else (proposal, False)
+
+    def _planned(self, data: StudyData) -> Planned | None:
+        """The schedule that the blocks ask for, late in the search; found out once for each state of the study."""
+        if self._asked_for[0] is not data:
+            space, found = data.space, None
+            if self._late(data):
+                found = planned(data, lambda one: illegal(space, self.engine, one) is None)
+            self._asked_for = (data, found)
+        return self._asked_for[1]
+
+    def _late(self, data: StudyData) -> bool:
+        """Whether the search knows enough, or has little enough left, for a schedule: an early one is soon outdone."""
+        if len(data.measured) >= min(self.policy.fewest, data.budget.candidates - KEPT) or idle(data) >= PATIENCE:
+            return True
+        needs = 0 if hot_in(data, self._hot) else KEPT
+        return self._exhausted(data) or search_over(data, self.policy, exhausted=False, needs=needs) is not None
+
+    def _schedule_left(self, data: StudyData) -> bool:
+        """Whether a schedule is still to be tried, which no space lists, and can be with the launches that are left."""
+        found = self._planned(data)
+        if found is None or launches_left(data, self.policy) >= 1:
+            return found is not None
+        launch = group(data, self.place) if hot_in(data, self._hot) else None
+        return launch is not None and self._in_reach(data, launch.id, found.candidate)
+
+    def _schedule(self, data: StudyData, step: Begin) -> Planned | None:
+        """The schedule that is to be tried next, where there is one, and a launch for it."""
+        found = self._planned(data)
+        if found is None or (step.only and step.within and not self._in_reach(data, step.within, found.candidate)):
+            return None
+        return found
+
+    def _edge(self, data: StudyData, step: Begin) -> Callable[[], object] | None:
+        """What measures a block beside a change of the schedule that is tried next, or brings up its server.
+
+        None where nothing of that is due, cannot be had, or would take a launch that nothing else needs.
+        """
+        hot, space = hot_in(data, self._hot), data.space
+        if step.number == 0 or not hot or self._first_of_stale(data, [trial.candidate_id for trial in data.trials]):
+            return None
+        asked = self._schedule(data, step)
+        if asked is None:
+            return None
+        edge = edge_due(data, self.policy, asked, lambda one: illegal(space, self.engine, one) is None)
+        if edge is None or not reachable(hot, asked.candidate.settings, edge.candidate.settings):
+            return None
+        if self._elsewhere(data, edge.slot):
+            return None  # the schedule is tried as the curves are
+        running = Running(data.launch[self._up.launch], hot) if self._up is not None else None
+        with_it = replace(data, candidates={**data.candidates, edge.candidate.id: edge.candidate})
+        serves = running is not None and running.serves(with_it, edge.slot)
+        if not serves and launches_left(data, self.policy) < 1:
+            return None
+        if running is not None and not serves:
+            return self._take_down
+        if not serves and self._unsettled is not None:
+            return self._settle
+        for one in (edge.candidate, edge.speculating):
+            self.store.put_candidate(one)
+        data = self.store.data()
+        self._say("edge", f"where depths should change: {self._named(data, edge.candidate.id)} at {edge.load} requests")
+        if serves:
+            self._ask(data, edge.slot)
+            return lambda: self._measure(data, edge.slot, (edge.load,))
+        launch = self.store.begin_launch(edge.launched, self.place)
+        return lambda: self._launch(data, edge.launched, launch)
+
+    def _elsewhere(self, data: StudyData, slot: Slot) -> bool:
+        """Whether another living worker measures a slot."""
+        others = self.others()
+        launches = {one.id for one in data.launched_for.get(slot, ())}
+        launches |= {one.launch_id for one in data.changed_to.get(slot, ())}
+        return any(data.launch[launch].place in others for launch in launches)
 
     def _first_of_stale(self, data: StudyData, tried: Collection[str]) -> Proposal | None:
         """The best of what an earlier study measured under other conditions, before anything else is tried."""

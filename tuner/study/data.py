@@ -65,7 +65,10 @@ class StoredTrial:
 
 @dataclass(frozen=True)
 class Slot:
-    """The blocks of one candidate, in one role, at one repetition. A launch is for one slot, and may serve others."""
+    """The blocks of one candidate, in one role, at one repetition. A launch is for one slot, and may serve others.
+
+    A slot of role `edge` has one block, and its repetition is the level of that.
+    """
 
     candidate_id: str
     role: Role
@@ -80,6 +83,11 @@ class Slot:
     def whole(self) -> Slot:
         """The screening that a first look belongs to; any other slot is its own."""
         return replace(self, role="screen") if self.role == "look" else self
+
+    @property
+    def searches(self) -> bool:
+        """Whether it is of the search, and may be measured on a server that serves others."""
+        return self.role in ("screen", "edge")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from tuner.judge.recommend import recommend
 from tuner.judge.verdict import overall_log_ratios, verdict
 from tuner.records import Block, Choice, Gate, Pair, Percentiles, Recommendation, Verdict
 from tuner.study.data import StudyData
+from tuner.study.edges import crossing_note
 from tuner.study.goodput import composites
 from tuner.study.places import place_differences
 from tuner.study.planner import disqualified
@@ -52,6 +53,8 @@ def recommendation(data: StudyData) -> Recommendation:
     notes += quality_notes(data)
     notes += [each.sentence for each in place_differences(data)]
     notes += _objective_notes(data)
+    best = found.overall.winner or found.overall.finalist
+    notes += [note] if best is not None and (note := crossing_note(data, best)) else []
     if found.overall.winner is not None and not any(choice.winner for choice in found.per_concurrency):
         notes.append(
             "Overall there is a winner, and at no single level: a launch's mean over the levels is steadier than its "

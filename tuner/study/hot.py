@@ -52,7 +52,7 @@ class Running:
 
     def serves(self, data: StudyData, slot: Slot) -> bool:
         """Whether it may measure a slot of the search: its own, or one that is in reach and has not failed so."""
-        if slot.role != "screen" or self.launch.slot.role != "screen" or self.launch.failure is not None:
+        if not (slot.searches and self.launch.slot.searches) or self.launch.failure is not None:
             return False
         if slot == self.launch.slot and not self.changed(data):
             return True
@@ -71,6 +71,8 @@ class Running:
         """The candidates that were measured on it, in order, the baseline's turns among them."""
         seen: list[str] = []
         for stored in data.on_launch.get(self.launch.id, ()):
+            if stored.role == "edge":
+                continue
             if not seen or seen[-1] != stored.candidate_id:
                 seen.append(stored.candidate_id)
         return seen
@@ -115,13 +117,12 @@ def fresh_baseline(data: StudyData) -> Slot:
 def has_baseline(data: StudyData, launch: StoredLaunch) -> bool:
     """Whether the baseline was measured on a launch, at every level."""
     mine = [b for b in data.on_launch.get(launch.id, ()) if b.candidate_id == data.baseline.id and b.block.valid]
-    return {b.concurrency for b in mine} == set(data.levels)
+    return {b.concurrency for b in mine if b.role == "screen"} == set(data.levels)
 
 
 def _baselines_on(data: StudyData, launch: StoredLaunch) -> list[Slot]:
-    own = [launch.slot] if launch.slot.candidate_id == data.baseline.id else []
     changed = [each.slot for each in data.reconfigurations if each.launch_id == launch.id]
-    return own + [slot for slot in changed if slot.candidate_id == data.baseline.id]
+    return [s for s in (launch.slot, *changed) if s.candidate_id == data.baseline.id and s.role == "screen"]
 
 
 def group(data: StudyData, place: str = "") -> StoredLaunch | None:
@@ -129,7 +130,7 @@ def group(data: StudyData, place: str = "") -> StoredLaunch | None:
 
     So what is proposed next does not hang on whether the tuner was killed in between.
     """
-    return next((launch for launch in reversed(data.at(place)) if launch.slot.role == "screen"), None)
+    return next((launch for launch in reversed(data.at(place)) if launch.slot.searches), None)
 
 
 def served(data: StudyData, hot: Iterable[str], launch: StoredLaunch) -> int:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from tuner.bench.gates import ENVIRONMENT_GATES
 from tuner.launch.kinds import KINDS
-from tuner.records import Failure, Gate
+from tuner.records import SEARCH, Failure, Gate
 from tuner.study.canary import answers
 from tuner.study.data import Confirmation, Slot, StoredLaunch, StoredTrial, StudyData
 from tuner.study.hot import Running, baseline_slot, fresh_baseline, given_up, group, has_baseline, row, served
@@ -444,7 +444,7 @@ def baseline_due(data: StudyData, now: _Now | None = None) -> Slot | None:
     if not every:
         return None
     here = {launch.id for launch in data.at(place)}
-    blocks = [b for b in data.blocks.values() if b.role != "confirm" and b.launch_id in here]
+    blocks = [b for b in data.blocks.values() if b.role in SEARCH and b.launch_id in here]
     blocks.sort(key=lambda b: b.order)
     last = max((i for i, b in enumerate(blocks) if b.candidate_id == data.baseline.id and b.block.valid), default=-1)
     if len({b.candidate_id for b in blocks[last + 1 :]} - {data.baseline.id}) < every:
@@ -525,6 +525,8 @@ def invalid_block(gates: Sequence[Gate], level: int, attempts: int) -> Failure:
 
 def level_order(data: StudyData, slot: Slot) -> tuple[int, ...]:
     """The levels in the order in which a slot measures them: shuffled by the study's seed, equal within a pair."""
+    if slot.role == "edge":
+        return (slot.repetition,)
     levels = list(data.levels)
     repetition = slot.repetition if slot.role == "confirm" else 0
     random.Random(f"{data.seed}/{slot.whole.role}/{repetition}").shuffle(levels)

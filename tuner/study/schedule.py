@@ -5,12 +5,24 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from tuner.engines.base import UNSET
 from tuner.engines.speculation import schedule as parse_schedule
 from tuner.records import Candidate, Setting
-from tuner.search.crossing import Crossing, Curve, as_threshold, best_depths, crossings, ratio, schedule
+from tuner.search.crossing import (
+    Change,
+    Crossing,
+    Curve,
+    as_threshold,
+    best_depths,
+    changes,
+    crossings,
+    ratio,
+    schedule,
+)
 from tuner.search.evidence import BLOCK_SD
 from tuner.search.shape import shape_at
 from tuner.space.space import SPECULATIVE
@@ -24,6 +36,19 @@ _BY_BATCH = ("num_steps", "disable_batch_threshold", "steps_by_batch")
 
 Family = tuple[tuple[str, Setting], ...]
 
+_KNOWN = 4
+"""As so many differences counts what is known of a block's noise beforehand, beside those that a study has seen."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A schedule that promises most: as a candidate, with its family, and where it changes the depth and why there."""
+
+    candidate: Candidate
+    family: Family
+    changes: tuple[Change, ...]
+    curves: Mapping[int, Curve]
+
 
 def curves_of(data: StudyData) -> dict[Family, dict[int, Curve]]:
     """Family of candidates → draft depth → log rates over concurrency, as differences to the baseline.
@@ -36,35 +61,63 @@ def curves_of(data: StudyData) -> dict[Family, dict[int, Curve]]:
     plain: dict[Family, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     found = [(pair.candidate_id, pair.concurrency, pair.log_ratio) for pair in data.pairs]
     found += [(data.baseline.id, level, 0.0) for level in data.levels]
+    found += _beside_changes(data)
     fixed: Mapping[str, Any] = data.space.args
     for candidate_id, level, log_ratio in found:
         settings = data.settings_of(candidate_id)
         depth = shape_at({**fixed, **settings}, level).depth
         if depth:
-            seen[_family(settings)][depth, level].append(log_ratio)
+            seen[family_of(settings)][depth, level].append(log_ratio)
         else:
-            plain[_plain(settings)][level].append(log_ratio)
+            plain[plain_family(settings)][level].append(log_ratio)
+    sd = block_sd(data) * math.sqrt(2)
     curves: dict[Family, dict[int, Curve]] = {}
     for family, values in seen.items():
         by_depth: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
         for (depth, level), ratios in values.items():
-            by_depth[depth][level] = _mean(ratios)
-        by_depth[0] = {level: _mean(ratios) for level, ratios in plain[_plain(dict(family))].items()}
+            by_depth[depth][level] = _mean(ratios, sd)
+        by_depth[0] = {level: _mean(ratios, sd) for level, ratios in plain[plain_family(dict(family))].items()}
         curves[family] = dict(by_depth)
     return curves
 
 
-def _mean(ratios: list[float]) -> tuple[float, float]:
-    return math.fsum(ratios) / len(ratios), BLOCK_SD * math.sqrt(2 / len(ratios))
+def _beside_changes(data: StudyData) -> list[tuple[str, int, float]]:
+    """Candidate, load and log rate of what was measured beside changes, at loads that are no level of the workload.
+
+    The baseline need not have been measured there; what counts is how far candidates are apart at one load.
+    """
+    found, first = [], dict[int, float]()
+    for stored in sorted(data.blocks.values(), key=lambda stored: stored.order):
+        if stored.role != "edge" or not stored.block.valid or stored.block.tokens_per_s <= 0:
+            continue
+        rate = math.log(stored.block.tokens_per_s)
+        found.append((stored.candidate_id, stored.concurrency, rate - first.setdefault(stored.concurrency, rate)))
+    return found
 
 
-def _family(settings: Mapping[str, Setting]) -> Family:
+def block_sd(data: StudyData) -> float:
+    """The standard deviation of a block's log rate: what is known beforehand, and how the baseline's turns differ."""
+    apart = [
+        math.log(after.block.tokens_per_s / before.block.tokens_per_s)
+        for turns in data.baseline_turns.values()
+        for before, after in pairwise(turns)
+    ]
+    return math.sqrt((_KNOWN * BLOCK_SD**2 + math.fsum(x * x for x in apart) / 2) / (_KNOWN + len(apart)))
+
+
+def _mean(ratios: list[float], sd: float) -> tuple[float, float]:
+    return math.fsum(ratios) / len(ratios), sd / math.sqrt(len(ratios))
+
+
+def family_of(settings: Mapping[str, Setting]) -> Family:
+    """What a candidate has in common with those of other depths, or that speculate at other loads."""
     chain = settings.get("topk", 1) == 1
     left = (*_BY_BATCH, "num_draft_tokens") if chain else _BY_BATCH
     return tuple(sorted((name, value) for name, value in settings.items() if name not in left))
 
 
-def _plain(settings: Mapping[str, Setting]) -> Family:
+def plain_family(settings: Mapping[str, Setting]) -> Family:
+    """What it has in common with all that decode plainly."""
     left = (*SPECULATIVE, "speculation")
     kept = {name: value for name, value in settings.items() if name not in left}
     # A variable that is unset is one that is not spoken of: the baseline seldom names them.
@@ -74,17 +127,25 @@ def _plain(settings: Mapping[str, Setting]) -> Family:
 def measured_crossings(data: StudyData) -> dict[Family, tuple[Crossing, ...]]:
     """Where speculation begins and ceases to pay, for every family, at its depth that is best over all levels."""
     found = {}
+    weight = weights(data)
     for family, curves in curves_of(data).items():
-        depths = [depth for depth in curves if depth and len(curves[depth]) == len(data.levels)]
-        if not depths or len(curves[0]) < len(data.levels):
-            continue
-        weight = weights(data)
-        best = max(depths, key=lambda depth: math.fsum(weight[at] * curves[depth][at][0] for at in data.levels))
-        found[family] = crossings(ratio(curves[best], curves[0]))
+        if (depth := _best_depth(data, curves, weight)) is not None:
+            found[family] = crossings(ratio(curves[depth], curves[0]))
     return found
 
 
-def scheduled(data: StudyData, legal: Callable[[Candidate], bool]) -> Candidate | None:
+def _best_depth(data: StudyData, curves: Mapping[int, Curve], weight: Mapping[int, float]) -> int | None:
+    """The depth that is best over all levels; None where no depth and plain decoding have been measured at all."""
+    whole = [depth for depth, curve in curves.items() if set(data.levels) <= curve.keys()]
+    if 0 not in whole or len(whole) < 2:
+        return None
+    return max(
+        (depth for depth in whole if depth),
+        key=lambda depth: math.fsum(weight[at] * curves[depth][at][0] for at in data.levels),
+    )
+
+
+def planned(data: StudyData, legal: Callable[[Candidate], bool]) -> Planned | None:
     """The untried schedule that promises most beyond the best candidate so far; None where none does.
 
     Its blocks at the measured levels lie on both sides of each of its changes, and so do its pairs in the confirmation.
@@ -96,11 +157,11 @@ def scheduled(data: StudyData, legal: Callable[[Candidate], bool]) -> Candidate 
     tried: dict[Family, set[tuple[int, ...]]] = defaultdict(set)
     for trial in data.trials:
         settings = data.settings_of(trial.candidate_id)
-        tried[_family(settings)].add(tuple(shape_at({**data.space.args, **settings}, at).depth for at in data.levels))
-    promised: list[tuple[float, Candidate]] = []
+        tried[family_of(settings)].add(tuple(shape_at({**data.space.args, **settings}, at).depth for at in data.levels))
+    promised: list[tuple[float, Planned]] = []
     for family, curves in curves_of(data).items():
-        text = schedule(curves)
-        chosen = best_depths(curves)
+        text = schedule(curves, data.levels)
+        chosen = best_depths(curves, data.levels)
         if text is None or set(chosen) != set(data.levels):
             continue
         ratios = {level: curves[depth][level][0] for level, depth in chosen.items()}
@@ -109,8 +170,9 @@ def scheduled(data: StudyData, legal: Callable[[Candidate], bool]) -> Candidate 
             continue
         if tuple(chosen[level] for level in data.levels) in tried[family]:
             continue  # what noise moves a change by between two levels is no other schedule
-        promised += [(value, one) for one in _candidates(dict(family), text) if legal(one)][:1]
-    return max(promised, key=lambda one: (one[0], one[1].id), default=(0.0, None))[1]
+        made = [one for one in _candidates(dict(family), text) if legal(one)][:1]
+        promised += [(value, Planned(one, family, changes(curves, data.levels), curves)) for one in made]
+    return max(promised, key=lambda one: (one[0], one[1].candidate.id), default=(0.0, None))[1]
 
 
 def _candidates(settings: dict[str, Setting], text: str) -> list[Candidate]:

@@ -115,7 +115,7 @@ def weights(data: StudyData) -> dict[int, float]:
     only = data.space.objective_level
     slo = data.space.objective.slo
     if slo is not None:
-        valid = [stored.block for stored in data.blocks.values() if stored.block.valid]
+        valid = [b.block for b in data.blocks.values() if b.block.valid and b.concurrency in shares]
         only = best_level(valid, slo) or min(shares)
     if only is not None:
         return {level: float(level == only) for level in shares}

@@ -191,7 +191,8 @@ class Machine:
         self._siblings = SiblingLoad(siblings, marker_text(study)) if study else None
         prompts = space.workload.prompts
         tuning = load_prompts(prompts, split="tuning")
-        self._prompts = {"look": tuning, "screen": tuning, "confirm": load_prompts(prompts, split="held_out")}
+        held_out = load_prompts(prompts, split="held_out")
+        self._prompts = {"look": tuning, "screen": tuning, "edge": tuning, "confirm": held_out}
 
     @property
     def block_s(self) -> float:

@@ -20,7 +20,7 @@ def test_a_crossing_lies_between_the_levels_where_the_sign_changes() -> None:
     assert found.rising
     assert found.at == pytest.approx(math.exp(math.log(8) * 0.75), rel=0.01)
     assert 1 < found.low < found.at < found.high < 8
-    below, above = sides(found)
+    below, above = sides(found.at)
     assert below < found.at <= above == below + 1
 
 

@@ -35,7 +35,7 @@ def gates(view: StudyView) -> Section | None:
         [
             code(bad.candidate_id),
             str(bad.concurrency),
-            {"look": "short look", "screen": "search"}.get(bad.role, "confirmation"),
+            {"look": "short look", "screen": "search", "edge": "beside a change"}.get(bad.role, "confirmation"),
             bad.gate,
             f"{bad.value:.4g}",
             f"{bad.limit:.4g}",
