@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -33,7 +34,9 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import optuna
+from scipy import optimize
 
 from tuner.engines.simulated.machine import Work, accept_length, fault_at_start, fault_under_load, plan, predict
 from tuner.engines.simulated.profiles import profile_named
@@ -88,6 +91,8 @@ class Table:
     space: Space
     rates: dict[str, list[float] | None]
     accepts: dict[str, list[float | None]] = field(default_factory=dict)
+    noise: Sequence[Sequence[float]] = ()
+    """Deviations of log rates, all levels of a visit together, to draw from; none: of a normal distribution."""
 
     def __post_init__(self) -> None:
         listed = self.space.listed()
@@ -210,7 +215,7 @@ class Bench:
             self.visits.append(Visit(candidate.id, True, True, self._chosen()))
             return None
         self.up = cold
-        found = [rate * math.exp(self._effect + self.draw.gauss(0, BLOCK_SD)) for rate in rates]
+        found = [rate * math.exp(off) for rate, off in zip(rates, self._noise(len(rates)), strict=True)]
         self.seen.setdefault(candidate.id, []).append(found)
         if candidate.id == table.baseline.id:
             self.values.clear()
@@ -220,6 +225,13 @@ class Bench:
             self.measured.append(Measurement(candidate, level, rate, length))
         self.visits.append(Visit(candidate.id, launch, False, self._chosen()))
         return self.value(candidate.id)
+
+    def _noise(self, levels: int) -> list[float]:
+        """What a visit is off by: of what was seen, what launches differ by included, or as it is assumed."""
+        if self.table.noise:
+            sign = self.draw.choice((-1, 1))
+            return [sign * one for one in self.draw.choice(self.table.noise)]
+        return [self._effect + self.draw.gauss(0, BLOCK_SD) for _ in range(levels)]
 
     def value(self, candidate: str) -> float:
         if candidate not in self.values:
@@ -693,30 +705,114 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def _rate(blocks: Sequence[tuple[bool, float]]) -> float:
-    """The mean of the blocks that passed their gates; of all where none did."""
-    good = [rate for red, rate in blocks if not red] or [rate for _, rate in blocks]
-    return math.exp(statistics.fmean(good))
+def _settled(blocks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of blocks of one candidate at one level on one launch those that passed their gates; all where none did."""
+    return [one for one in blocks if not one["red"]] or list(blocks)
+
+
+def in_effect(settings: Mapping[str, Any], level: int) -> str:
+    """What runs at a level: a threshold that is not reached does not matter there."""
+    threshold = settings.get("disable_batch_threshold", "never")
+    kept = {k: v for k, v in settings.items() if k != "disable_batch_threshold"}
+    return json.dumps([kept, threshold != "never" and level > threshold], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Of one level: log rate by what is in effect, the spread of launches and of blocks, and what blocks are left with.
+
+    `left` has, by candidate, the residuals of its blocks, each as (launch, launch's and block's deviation together).
+    """
+
+    rates: Mapping[str, float]
+    launch_sd: float
+    block_sd: float
+    left: Mapping[str, Sequence[tuple[int, float]]]
+
+
+def fitted(rows: Sequence[Mapping[str, Any]], level: int) -> Fitted:
+    """Rates with what launches differ by taken out, by restricted maximum likelihood: a launch serves a random share of
+    the candidates, and its reference, so that its own speed shows."""
+    y = np.array([math.log(row["tokens_per_s"]) for row in rows])
+    kinds = sorted({in_effect(row["settings"], level) for row in rows})
+    launches = sorted({row["launch"] for row in rows})
+    x = np.zeros((len(rows), len(kinds)))
+    z = np.zeros((len(rows), len(launches)))
+    for i, row in enumerate(rows):
+        x[i, kinds.index(in_effect(row["settings"], level))] = 1
+        z[i, launches.index(row["launch"])] = 1
+
+    def solved(log_sds: Sequence[float]) -> tuple[float, Any]:
+        launch_var, block_var = (math.exp(2 * one) for one in log_sds)
+        cover = block_var * np.eye(len(rows)) + launch_var * z @ z.T
+        inverse = np.linalg.inv(cover)
+        inner = x.T @ inverse @ x
+        means = np.linalg.solve(inner, x.T @ inverse @ y)
+        off = y - x @ means
+        loss = np.linalg.slogdet(cover)[1] + np.linalg.slogdet(inner)[1] + off @ inverse @ off
+        return float(loss), means
+
+    best = optimize.minimize(lambda at: solved(at)[0], [math.log(0.02), math.log(0.03)], method="Nelder-Mead")
+    means = solved(best.x)[1]
+    left: dict[str, list[tuple[int, float]]] = {}
+    for row, off in zip(rows, y - x @ means, strict=True):
+        left.setdefault(row["candidate"], []).append((row["launch"], float(off)))
+    return Fitted(dict(zip(kinds, map(float, means), strict=True)), math.exp(best.x[0]), math.exp(best.x[1]), left)
 
 
 def measured_table(path: Path) -> Table:
-    """The table of a grid that was measured: means of the replicates; what has no figure at a level does not work."""
+    """The table of a grid that was measured; what has no figure at a level does not work.
+
+    Candidates that are the same in effect at a level share its rate. Noise is what a candidate differed by between its
+    two launches: all levels of it together, since they follow one another within a minute.
+    """
     space = parse_space(GRID, source="grid.yaml")
-    seen: dict[str, dict[int, list[tuple[bool, float]]]] = {}
-    accepts: dict[str, dict[int, float]] = {}
-    for line in _lines(path):
-        mine = seen.setdefault(line["candidate"], {})
-        if line.get("tokens_per_s"):
-            mine.setdefault(line["level"], []).append((bool(line["red"]), math.log(line["tokens_per_s"])))
-        if line.get("accept_length"):
-            accepts.setdefault(line["candidate"], {})[line["level"]] = line["accept_length"]
     levels = space.workload.concurrency
-    rates: dict[str, list[float] | None] = {
-        i: [_rate(at[level]) for level in levels] if all(level in at for level in levels) else None
-        for i, at in seen.items()
+    lines = list(_lines(path))
+    cell: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    for line in lines:
+        if line.get("tokens_per_s"):
+            cell.setdefault((line["candidate"], line["level"], line["launch"]), []).append(line)
+    by_level = {
+        level: fitted([row for (_, at, _), rows in cell.items() if at == level for row in _settled(rows)], level)
+        for level in levels
     }
-    told = {i: [accepts.get(i, {}).get(level) for level in levels] for i in rates}
-    return Table("bundled", space, rates, told)
+    rates: dict[str, list[float] | None] = {}
+    told: dict[str, list[float | None]] = {}
+    for line in lines:
+        if (i := line["candidate"]) in rates:
+            continue
+        known = all(i in by_level[level].left for level in levels)
+        mine = [by_level[level].rates[in_effect(line["settings"], level)] for level in levels] if known else []
+        rates[i] = [math.exp(one) for one in mine] if known else None
+        accepts = {each["level"]: each.get("accept_length") for each in lines if each["candidate"] == i}
+        told[i] = [accepts.get(level) for level in levels]
+    noise = []
+    for i in rates:
+        by_launch = [dict(by_level[level].left.get(i, ())) for level in levels]
+        common = sorted(set.intersection(*(set(one) for one in by_launch)))
+        noise += [
+            [(one[after] - one[before]) / math.sqrt(2) for one in by_launch]
+            for before, after in itertools.pairwise(common)
+        ]
+    return Table("bundled", space, rates, told, noise)
+
+
+def grid_facts(path: Path) -> dict[str, Any]:
+    """How a grid was measured, and how noisy that was."""
+    table = measured_table(path)
+    lines = [line for line in _lines(path) if line.get("tokens_per_s")]
+    spread = np.array(table.noise)
+    return {
+        "blocks": len(lines),
+        "launches": len({line["launch"] for line in lines}),
+        "window_s_least": min(line["window_s"] for line in lines),
+        "failed_a_gate": sum(bool(line["red"]) for line in lines),
+        "candidates": len(table.candidates),
+        "measured_twice": len(table.noise),
+        "noise_sd_by_level": [round(float(one), 4) for one in np.sqrt((spread**2).mean(axis=0))],
+        "noise_sd_of_the_mean": round(float(np.sqrt((spread.mean(axis=1) ** 2).mean())), 4),
+    }
 
 
 # -- the whole -------------------------------------------------------------------------------------------------------
@@ -776,6 +872,8 @@ def main() -> None:
         "tables": {},
     }
     if chosen.table:
+        result["grid"] = grid_facts(chosen.table)
+        del result["noise"]
         result["tables"]["bundled"] = compare(measured_table(chosen.table), seeds, chosen.only)
     else:
         result["simulated"] = True
