@@ -859,7 +859,11 @@ def main() -> None:
     parser.add_argument("--measure", type=Path, help="measure the grid into this file")
     parser.add_argument("--hours", type=float, default=1000.0, help="stop measuring after so many")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--space", action="store_true", help="print the space of the measured grid")
     chosen = parser.parse_args()
+    if chosen.space:
+        print(GRID.strip())
+        return
     if chosen.measure:
         Grid(chosen.measure, parse_space(GRID, source="grid.yaml")).run(3600 * chosen.hours)
         return
