@@ -1,6 +1,6 @@
 """What an unattended study on the bundled engine has found, against the best of the whole grid: measured side by side.
 
-The study is of the grid's own space: `python -m benchmarks.search --space > grid.yaml; tuner run grid.yaml --study NAME`.
+The study is of the grid's own space (`python -m benchmarks.search --space > grid.yaml`, `tuner run grid.yaml`).
 Its decision and the grid's best are launched by turns, mirrored, on prompts that neither has seen; every pair counts.
 
     python -m benchmarks.search_real --grid benchmarks/results/search_grid.jsonl --study NAME --pairs 8 --output FILE

@@ -172,7 +172,8 @@ def study_view(data: StudyData) -> StudyView:
     shown = ev.shown(data, found)
     verdicts = {(v.candidate_id, v.concurrency): v for v in (*data.verdicts, *verdicts_of(found))}
     # What was measured beside a change of a schedule alone was never in the race.
-    beside = {stored.candidate_id for stored in data.blocks.values() if stored.role == "edge"}
+    slots = [*data.by_slot, *data.launched_for, *data.changed_to]
+    beside = {slot.candidate_id for slot in slots if slot.role == "edge"}
     beside -= {data.baseline.id, *(trial.candidate_id for trial in data.trials)}
     candidates = [_candidate(data, found, verdicts, one) for one in data.candidates if one not in beside]
     valid = [stored.block for stored in data.blocks.values() if stored.block.valid]

@@ -18,6 +18,9 @@ Curve = Mapping[int, tuple[float, float]]
 """Level of concurrency → a log, and its standard deviation."""
 
 Z = 1.96
+CLEAR = 0.5
+"""Standard deviations by which a depth has to lead, or the shallower of two is taken."""
+
 POINTS = 400
 
 
@@ -80,20 +83,19 @@ def ratio(above: Curve, below: Curve) -> Curve:
 class Change:
     """Where a schedule goes from one depth to another: between the measured levels `low` and `high`.
 
-    `first` is the first load with the depth `after`. `at` is where the curves of the two cross; None if noise hides it.
+    At the load `place` the two are taken to be equally fast, and `first` is the first with the depth `after`.
     """
 
     low: int
     high: int
     before: int
     after: int
-    first: int
-    at: Crossing | None
+    place: float
 
     @property
-    def place(self) -> float:
-        """The load at which the two depths are taken to be equally fast."""
-        return self.at.at if self.at else math.sqrt(self.low * self.high)
+    def first(self) -> int:
+        """The lowest number of running requests with the depth after the change."""
+        return min(self.high, max(self.low + 1, math.ceil(self.place)))
 
 
 def best_depths(curves: Mapping[int, Curve], levels: Collection[int] | None = None) -> dict[int, int]:
@@ -107,7 +109,7 @@ def best_depths(curves: Mapping[int, Curve], levels: Collection[int] | None = No
         if 0 not in here or (levels is not None and level not in levels):
             continue
         top = max(here, key=lambda depth: here[depth][0])
-        close = [d for d, (mean, sd) in here.items() if mean >= here[top][0] - 0.5 * math.hypot(sd, here[top][1])]
+        close = [d for d, (mean, sd) in here.items() if mean >= here[top][0] - CLEAR * math.hypot(sd, here[top][1])]
         chosen[level] = min(close)
     return chosen
 
@@ -116,7 +118,8 @@ def changes(curves: Mapping[int, Curve], levels: Collection[int] | None = None) 
     """Where the fastest depth changes, from the lowest of `levels` (all, when None) up.
 
     Each lies where the curves of the two depths cross between two neighbouring levels; what was measured in between
-    counts too. Where noise makes them cross several times, it is the crossing in the middle.
+    counts too. Where noise makes them cross several times, it is the crossing in the middle. Where it makes them cross
+    not at all, for the two cannot be told apart at one end, it lies behind the last load at which the first one leads.
     """
     chosen = best_depths(curves, levels)
     found = []
@@ -125,12 +128,18 @@ def changes(curves: Mapping[int, Curve], levels: Collection[int] | None = None) 
         if before == after:
             continue
         gain = ratio(curves[after], curves[before])
-        crossed = crossings({level: each for level, each in gain.items() if low <= level <= high})
-        # Where the depths cannot be told apart at one end, the change is put half way.
-        at = crossed[len(crossed) // 2] if crossed else None
-        place = at.at if at else math.sqrt(low * high)
-        found.append(Change(low, high, before, after, min(high, max(low + 1, math.ceil(place))), at))
+        between = {load: each for load, each in gain.items() if low <= load <= high}
+        found.append(Change(low, high, before, after, _place(between, low, high)))
     return tuple(found)
+
+
+def _place(gain: Curve, low: int, high: int) -> float:
+    rising = [one for one in crossings(gain) if one.rising]
+    if rising:
+        return rising[len(rising) // 2].at
+    behind = [load for load, (mean, sd) in gain.items() if mean < -CLEAR * sd and load < high]
+    last = max(behind, default=low)
+    return math.sqrt(last * min((load for load in gain if load > last), default=high))
 
 
 def schedule(curves: Mapping[int, Curve], levels: Collection[int] | None = None) -> str | None:

@@ -290,7 +290,7 @@ class Controller:
             exhausted=self._exhausted(data) and not self._schedule_left(data),
             hot=self._hot,
             serving=self._up.launch if self._up else None,
-            exhausted_here=self._exhausted_here(data),
+            exhausted_here=self._exhausted_here(data) and not self._schedule_here(data),
             place=self.place,
             busy=self.others(),
         )
@@ -330,7 +330,9 @@ class Controller:
         if state != "failed":
             # With all blocks in, only the teardown was missing, and the launch counts like any other.
             looks, whole, _ = to_measure(data, self.policy, launch.slot)
-            state = "interrupted" if looks or whole else "done"
+            # A launch beside a change may be for a slot that has its block: it counts when it gave any.
+            barren = launch.slot.role == "edge" and not data.on_launch.get(launch.id)
+            state = "interrupted" if looks or whole or barren else "done"
         # When it really ended is not known: the last that is known of it counts.
         blocks = [stored.block for stored in data.blocks.values() if stored.launch_id == launch.id]
         ends = [block.started_at + block.window_s for block in blocks]
@@ -542,18 +544,30 @@ class Controller:
 
     def _late(self, data: StudyData) -> bool:
         """Whether the search knows enough, or has little enough left, for a schedule: an early one is soon outdone."""
-        if len(data.measured) >= min(self.policy.fewest, data.budget.candidates - KEPT) or idle(data) >= PATIENCE:
+        enough = min(self.policy.fewest, data.budget.candidates - KEPT)
+        if len(data.measured) >= enough or idle(data) >= PATIENCE or self._exhausted(data):
             return True
-        needs = 0 if hot_in(data, self._hot) else KEPT
-        return self._exhausted(data) or search_over(data, self.policy, exhausted=False, needs=needs) is not None
+        if not hot_in(data, self._hot):
+            return search_over(data, self.policy, exhausted=False, needs=KEPT + 1) is not None
+        if launches_left(data, self.policy) < 1 and self._exhausted_here(data):
+            return True
+        return search_over(data, self.policy, exhausted=False, needs=0, candidates=KEPT + 1) is not None
+
+    def _schedule_here(self, data: StudyData) -> bool:
+        """Whether a schedule is still to be tried that the launch which the search stays with can serve."""
+        launch = group(data, self.place) if hot_in(data, self._hot) else None
+        found = self._planned(data) if launch is not None and self._reopens(data) else None
+        return found is not None and launch is not None and self._in_reach(data, launch.id, found.candidate)
 
     def _schedule_left(self, data: StudyData) -> bool:
         """Whether a schedule is still to be tried, which no space lists, and can be with the launches that are left."""
-        found = self._planned(data)
-        if found is None or launches_left(data, self.policy) >= 1:
-            return found is not None
-        launch = group(data, self.place) if hot_in(data, self._hot) else None
-        return launch is not None and self._in_reach(data, launch.id, found.candidate)
+        if launches_left(data, self.policy) < 1:
+            return self._schedule_here(data)
+        return self._reopens(data) and self._planned(data) is not None
+
+    def _reopens(self, data: StudyData) -> bool:
+        """Whether a schedule may go on a search that has nothing else left: not behind its confirmation."""
+        return not data.confirmations and data.state != "done"
 
     def _schedule(self, data: StudyData, step: Begin) -> Planned | None:
         """The schedule that is to be tried next, where there is one, and a launch for it."""
@@ -565,44 +579,70 @@ class Controller:
     def _edge(self, data: StudyData, step: Begin) -> Callable[[], object] | None:
         """What measures a block beside a change of the schedule that is tried next, or brings up its server.
 
-        None where nothing of that is due, cannot be had, or would take a launch that nothing else needs.
+        None where nothing of that is due or can be had, and where it might cost the schedule its own chance: a launch
+        is made with one more to spare, and a block is measured with one to spare, or with time for what follows.
         """
-        hot, space = hot_in(data, self._hot), data.space
-        if step.number == 0 or not hot or self._first_of_stale(data, [trial.candidate_id for trial in data.trials]):
+        hot, space, spare = hot_in(data, self._hot), data.space, launches_left(data, self.policy)
+        if step.number == 0 or not hot or spare < 1 or self._comes_first(data, step):
             return None
         asked = self._schedule(data, step)
         if asked is None:
             return None
+        if self._edges_elsewhere(data):
+            return lambda: self._wait("where a schedule should change is measured elsewhere")
         edge = edge_due(data, self.policy, asked, lambda one: illegal(space, self.engine, one) is None)
-        if edge is None or not reachable(hot, asked.candidate.settings, edge.candidate.settings):
+        if edge is None or search_over(data, self.policy, exhausted=False, needs=0, candidates=KEPT + 1):
             return None
-        if self._elsewhere(data, edge.slot):
-            return None  # the schedule is tried as the curves are
+        both = (edge.candidate, edge.speculating)
+        if any(not reachable(hot, asked.candidate.settings, one.settings) or self._bad(data, one) for one in both):
+            return None
         running = Running(data.launch[self._up.launch], hot) if self._up is not None else None
-        with_it = replace(data, candidates={**data.candidates, edge.candidate.id: edge.candidate})
-        serves = running is not None and running.serves(with_it, edge.slot)
-        if not serves and launches_left(data, self.policy) < 1:
+        with_both = replace(data, candidates={**data.candidates, **{one.id: one for one in both}})
+        serves = running is not None and running.serves(with_both, edge.slot)
+        if not serves and spare < 2:
             return None
         if running is not None and not serves:
             return self._take_down
         if not serves and self._unsettled is not None:
             return self._settle
-        for one in (edge.candidate, edge.speculating):
+        for one in both:
             self.store.put_candidate(one)
-        data = self.store.data()
-        self._say("edge", f"where depths should change: {self._named(data, edge.candidate.id)} at {edge.load} requests")
+        self._say(
+            "edge", f"where depths should change: {self._named(with_both, edge.candidate.id)} at {edge.load} requests"
+        )
         if serves:
-            self._ask(data, edge.slot)
-            return lambda: self._measure(data, edge.slot, (edge.load,))
+            self._ask(with_both, edge.slot)
+            return lambda: self._measure(with_both, edge.slot, (edge.load,))
         launch = self.store.begin_launch(edge.launched, self.place)
-        return lambda: self._launch(data, edge.launched, launch)
+        return lambda: self._launch(with_both, edge.launched, launch)
 
-    def _elsewhere(self, data: StudyData, slot: Slot) -> bool:
-        """Whether another living worker measures a slot."""
+    def _comes_first(self, data: StudyData, step: Begin) -> bool:
+        """Whether something else than a schedule is tried next (`_propose`)."""
+        if self._first_of_stale(data, [trial.candidate_id for trial in data.trials]) is not None:
+            return True
+        return step.within is None and next_canary(data, self._canaries, self._proofs(data)) is not None
+
+    def _bad(self, data: StudyData, candidate: Candidate) -> bool:
+        """Whether a candidate is known not to work, here or from other studies: nothing is launched for it."""
+        failed = any(
+            trial.candidate_id == candidate.id and trial.constraints.get("launch", 0) > 0 for trial in data.trials
+        )
+        if failed or (self.crashes is not None and self.crashes.known(data, candidate)):
+            return True
+        if ruled_out(data.space, candidate, self._proofs(data).refuted):
+            return True
+        return self._crashes_seen(data).region(candidate.settings) is not None
+
+    def _edges_elsewhere(self, data: StudyData) -> bool:
+        """Whether another living worker is about to measure beside a change, or does."""
         others = self.others()
-        launches = {one.id for one in data.launched_for.get(slot, ())}
-        launches |= {one.launch_id for one in data.changed_to.get(slot, ())}
-        return any(data.launch[launch].place in others for launch in launches)
+        up = [launch for launch in data.launches if launch.ended_at is None and launch.place in others]
+        for launch in up:
+            changed = [each.slot for each in data.reconfigurations if each.launch_id == launch.id]
+            slot = changed[-1] if changed else launch.slot
+            if slot.role == "edge" and data.block(slot, slot.repetition) is None:
+                return True
+        return False
 
     def _first_of_stale(self, data: StudyData, tried: Collection[str]) -> Proposal | None:
         """The best of what an earlier study measured under other conditions, before anything else is tried."""

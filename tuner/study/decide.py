@@ -201,7 +201,8 @@ def _baseline_too_slow(data: StudyData) -> list[str]:
     """What the user should know where plain decoding breaks a guard too: no candidate has to."""
     mine: dict[int, list[Block]] = {}
     for stored in data.blocks.values():
-        if stored.candidate_id == data.baseline.id and stored.block.valid:
+        asked_for = stored.concurrency in data.levels
+        if stored.candidate_id == data.baseline.id and stored.block.valid and asked_for:
             mine.setdefault(stored.block.concurrency, []).append(stored.block)
     return [
         f"The baseline itself breaks the guard at concurrency {level}: p90 of {guard.said} {_p90(guard, blocks):.4g} "

@@ -11,15 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
-from tuner.engines.speculation import depths
 from tuner.records import Candidate
 from tuner.search.crossing import Change, Crossing, crossings, ratio, sides
 from tuner.search.shape import shape_at
 from tuner.space.space import SPECULATIVE
 from tuner.study.data import Slot, StudyData
-from tuner.study.planner import slot_state
 from tuner.study.policy import Policy
 from tuner.study.schedule import Family, Planned, curves_of, family_of, plain_family
 
@@ -53,8 +50,7 @@ def edge_due(data: StudyData, policy: Policy, asked: Planned, legal: Callable[[C
     """The next block beside a change of the schedule; None where all changes are placed, or one cannot be measured."""
     for change in asked.changes:
         for edge in _wanted(data, asked, change):
-            hopeless = any(_hopeless(data, policy, slot) for slot in (edge.slot, edge.launched))
-            if hopeless or not (legal(edge.candidate) and legal(edge.speculating)):
+            if _hopeless(data, policy, edge) or not (legal(edge.candidate) and legal(edge.speculating)):
                 return None
             if data.block(edge.slot, edge.load) is None:
                 return edge
@@ -97,56 +93,51 @@ def _alike(data: StudyData, one: Candidate, made: Candidate) -> bool:
     return plain and plain_family(one.settings) == plain_family(made.settings)
 
 
-def _hopeless(data: StudyData, policy: Policy, slot: Slot) -> bool:
+def _hopeless(data: StudyData, policy: Policy, edge: Edge) -> bool:
     """Whether a block cannot be had: its server failed, it never passes its gates, or the tuner ends with it."""
-    state = slot_state(data, policy, slot)
-    if state.failure is not None or state.unusable is not None:
-        return True
-    launches, asked = data.launched_for.get(slot, ()), data.changed_to.get(slot, ())
+    launches, asked = data.launched_for.get(edge.launched, ()), data.changed_to.get(edge.slot, ())
     if any(one.failure for one in launches) or any(one.failure for one in asked):
         return True
-    attempts = data.by_slot.get(slot, ())
-    if attempts and not any(stored.block.valid for stored in attempts) and len(attempts) >= policy.block_attempts:
+    tries = [stored for stored in data.by_slot.get(edge.slot, ()) if not stored.block.valid]
+    if len(tries) >= policy.block_attempts:
         return True
-    begun = sum(one.state == "interrupted" for one in launches) + sum(one.state == "asked" for one in asked)
-    return not attempts and begun >= policy.interruptions
+    measured = {stored.launch_id for stored in data.by_slot.get(edge.slot, ())}
+    cut_short = [one for one in launches if one.state == "interrupted"]
+    cut_short_by_changes = [one for one in asked if one.launch_id not in measured]
+    return len(cut_short) + len(cut_short_by_changes) >= policy.interruptions
 
 
 # -- for a person -----------------------------------------------------------------------------------------------------
 
 
 def crossing_note(data: StudyData, candidate: Candidate) -> str:
-    """Up to which load, or from which on, a candidate's way of speculating is faster than plain decoding; "" where the
-    blocks show no such load."""
+    """Up to which load, or from which on, each depth of a candidate is faster than plain decoding; "" where the blocks
+    show no such load."""
     curves = curves_of(data).get(family_of(candidate.settings), {})
-    settings = {**data.space.args, **candidate.settings}
-    depth = max(shape_at(settings, level).depth for level in data.levels)
-    gain = ratio(curves.get(depth, {}), curves.get(0, {}))
-    found = crossings(gain)
-    if not depth or not found:
+    highest = max(data.levels)
+    depth = [shape_at({**data.space.args, **candidate.settings}, load).depth for load in range(highest + 1)]
+    begins_or_ends = [load for load in range(2, highest + 1) if (depth[load] == 0) != (depth[load - 1] == 0)]
+    beside = {load: depth[load] or depth[load - 1] for load in begins_or_ends}
+    said, off = [], []
+    for steps in dict.fromkeys(beside.values() or [max(depth[1:])]):
+        gain = ratio(curves.get(steps, {}), curves.get(0, {}))
+        if not steps or not (found := crossings(gain)):
+            continue
+        loads = ", ".join(map(str, sorted(gain)))
+        pays = "; ".join(_said(one, min(gain), max(gain)) for one in found)
+        said.append(f"with {steps} step{'s' * (steps != 1)} {pays}, measured at {loads} requests")
+        mine = [load for load, one in beside.items() if one == steps]
+        off += [load for load in mine if not any(one.low <= load <= one.high + 1 for one in found)]
+    if not said:
         return ""
     drafter = candidate.settings.get("speculation", "speculation")
-    said = "; ".join(_said(one, min(gain), max(gain)) for one in found)
-    loads = ", ".join(map(str, sorted(gain)))
-    steps = f"{depth} step{'s' * (depth != 1)}"
-    note = f"Where it pays: {drafter} of {steps} is faster than plain decoding {said}; measured at {loads} requests."
-    off = [at for at in _switches(data, candidate) if not any(one.low <= at <= one.high + 1 for one in found)]
+    note = f"Where it pays: {drafter} is faster than plain decoding {'; '.join(said)}."
     if off:
         note += (
             f" {candidate.id} switches at {off[0]}, away from there: a threshold nearer to it would serve the loads in "
             "between better."
         )
     return note
-
-
-def _switches(data: StudyData, candidate: Candidate) -> list[int]:
-    """The loads from which on a candidate begins or ceases to speculate, within what was measured."""
-    table = depths({**data.space.args, **candidate.settings}) or []
-    return [
-        load
-        for (_, before), (load, after) in pairwise(table)
-        if (before == 0) != (after == 0) and load <= max(data.levels)
-    ]
 
 
 def _said(one: Crossing, lowest: int, highest: int) -> str:

@@ -24,7 +24,7 @@ def evidence_of(data: StudyData) -> Evidence:
     fast = place_speeds(data)
     at = {launch.id: launch.place for launch in data.launches}
     blocks = sorted(data.blocks.values(), key=lambda stored: stored.order)
-    usable = [stored for stored in blocks if stored.block.valid and stored.block.tokens_per_s > 0]
+    usable = [b for b in blocks if b.block.valid and b.block.tokens_per_s > 0 and b.role != "edge"]
     slower = {place: math.exp(-ahead) for place, ahead in fast.items()}
     measured = [_measurement(data, stored, slower.get(at.get(stored.launch_id, ""), 1.0)) for stored in usable]
     failed = [
@@ -44,6 +44,8 @@ def place_speeds(data: StudyData) -> dict[str, float]:
     at = {launch.id: launch.place for launch in data.launches}
     seen: dict[int, dict[str, list[float]]] = {}
     for stored in data.blocks.values():
+        if stored.role == "edge":
+            continue
         if stored.candidate_id == data.baseline.id and stored.block.valid and stored.block.tokens_per_s > 0:
             places = seen.setdefault(stored.concurrency, {})
             places.setdefault(at.get(stored.launch_id, ""), []).append(math.log(stored.block.tokens_per_s))

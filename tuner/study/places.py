@@ -50,7 +50,7 @@ def _share(data: StudyData, name: str) -> PlaceShare:
     known = {block.id for block in blocks}
     rates: dict[int, list[float]] = {}
     for stored in blocks:
-        if stored.candidate_id == data.baseline.id:
+        if stored.candidate_id == data.baseline.id and stored.concurrency in data.levels:
             rates.setdefault(stored.concurrency, []).append(stored.block.tokens_per_s)
     times = [t for launch in launches for t in (launch.started_at, launch.ready_at, launch.ended_at) if t is not None]
     times += [stored.block.started_at + stored.block.window_s for stored in blocks]

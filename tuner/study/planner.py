@@ -538,8 +538,11 @@ def launches_used(data: StudyData) -> int:
     return sum(launch.state not in ("interrupted", "imported") for launch in data.launches)
 
 
-def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int = 1) -> str | None:
-    """Why no further candidate, which takes `needs` launches, is tried; None while the search goes on."""
+def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int = 1, candidates: int = 1) -> str | None:
+    """Why no further candidate, which takes `needs` launches, is tried; None while the search goes on.
+
+    Where that takes no launch, time for so many `candidates` has to be left.
+    """
     reserve = 2 * planned_pairs(data.budget.launches, policy)
     used = launches_used(data)
     if len(data.measured) >= data.budget.candidates:
@@ -564,7 +567,9 @@ def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int 
         spent = data.elapsed_s / 3600
         return f"the baseline alone took {spent:.2g} of {data.budget.hours:g} hours, and left none for a candidate"
     if data.budget.hours is not None and data.measured:
-        ahead = reserve * mean_launch_s(data) + (needs * search_launch_s(data) if needs else search_slot_s(data))
+        ahead = reserve * mean_launch_s(data) + (
+            needs * search_launch_s(data) if needs else candidates * search_slot_s(data)
+        )
         if data.elapsed_s + ahead > 3600 * data.budget.hours:
             kept = f", {ahead / 3600:.2g} h kept for what remains" if reserve else ""
             return f"{data.elapsed_s / 3600:.2g} of {data.budget.hours:g} hours used{kept}"

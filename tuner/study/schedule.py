@@ -11,7 +11,7 @@ from typing import Any
 
 from tuner.engines.base import UNSET
 from tuner.engines.speculation import schedule as parse_schedule
-from tuner.records import Candidate, Setting
+from tuner.records import Candidate, Setting, StoredBlock
 from tuner.search.crossing import (
     Change,
     Crossing,
@@ -28,6 +28,7 @@ from tuner.search.shape import shape_at
 from tuner.space.space import SPECULATIVE
 from tuner.study.data import StudyData
 from tuner.study.score import score, weights
+from tuner.study.wear import worn
 
 WORTH = 0.002
 """What a schedule must promise beyond the best candidate (log), or it is not tried."""
@@ -35,6 +36,9 @@ WORTH = 0.002
 _BY_BATCH = ("num_steps", "disable_batch_threshold", "steps_by_batch")
 
 Family = tuple[tuple[str, Setting], ...]
+
+_Log = tuple[float, float]
+"""A log, and its standard deviation."""
 
 _KNOWN = 4
 """As so many differences counts what is known of a block's noise beforehand, beside those that a study has seen."""
@@ -57,26 +61,26 @@ def curves_of(data: StudyData) -> dict[Family, dict[int, Curve]]:
     that agree in what has nothing to do with speculation. A candidate that is told not to speculate at a level shows
     what its family does there without.
     """
-    seen: dict[Family, dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
-    plain: dict[Family, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    found = [(pair.candidate_id, pair.concurrency, pair.log_ratio) for pair in data.pairs]
-    found += [(data.baseline.id, level, 0.0) for level in data.levels]
-    found += _beside_changes(data)
+    seen: dict[Family, dict[tuple[int, int], list[_Log]]] = defaultdict(lambda: defaultdict(list))
+    plain: dict[Family, dict[int, list[_Log]]] = defaultdict(lambda: defaultdict(list))
+    sd = block_sd(data)
+    found = [(pair.candidate_id, pair.concurrency, (pair.log_ratio, math.sqrt(2) * sd)) for pair in data.pairs]
+    found += [(data.baseline.id, level, (0.0, 0.0)) for level in data.levels]
+    found += [(candidate, load, (rate, sd)) for candidate, load, rate in _beside_changes(data)]
     fixed: Mapping[str, Any] = data.space.args
-    for candidate_id, level, log_ratio in found:
+    for candidate_id, level, log in found:
         settings = data.settings_of(candidate_id)
         depth = shape_at({**fixed, **settings}, level).depth
         if depth:
-            seen[family_of(settings)][depth, level].append(log_ratio)
+            seen[family_of(settings)][depth, level].append(log)
         else:
-            plain[plain_family(settings)][level].append(log_ratio)
-    sd = block_sd(data) * math.sqrt(2)
+            plain[plain_family(settings)][level].append(log)
     curves: dict[Family, dict[int, Curve]] = {}
     for family, values in seen.items():
         by_depth: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
         for (depth, level), ratios in values.items():
-            by_depth[depth][level] = _mean(ratios, sd)
-        by_depth[0] = {level: _mean(ratios, sd) for level, ratios in plain[plain_family(dict(family))].items()}
+            by_depth[depth][level] = _mean(ratios)
+        by_depth[0] = {level: _mean(ratios) for level, ratios in plain[plain_family(dict(family))].items()}
         curves[family] = dict(by_depth)
     return curves
 
@@ -84,29 +88,37 @@ def curves_of(data: StudyData) -> dict[Family, dict[int, Curve]]:
 def _beside_changes(data: StudyData) -> list[tuple[str, int, float]]:
     """Candidate, load and log rate of what was measured beside changes, at loads that are no level of the workload.
 
-    The baseline need not have been measured there; what counts is how far candidates are apart at one load.
+    The baseline need not have been measured there: what counts is how far candidates are apart at one load and place.
     """
-    found, first = [], dict[int, float]()
-    for stored in sorted(data.blocks.values(), key=lambda stored: stored.order):
-        if stored.role != "edge" or not stored.block.valid or stored.block.tokens_per_s <= 0:
-            continue
-        rate = math.log(stored.block.tokens_per_s)
-        found.append((stored.candidate_id, stored.concurrency, rate - first.setdefault(stored.concurrency, rate)))
+    groups: dict[tuple[str, int], list[StoredBlock]] = defaultdict(list)
+    for stored in data.blocks.values():
+        if stored.role == "edge" and stored.block.valid and stored.block.tokens_per_s > 0:
+            groups[data.launch[stored.launch_id].place, stored.concurrency].append(stored)
+    found = []
+    for (_, load), blocks in groups.items():
+        if len({stored.candidate_id for stored in blocks}) > 1:
+            first = blocks[0].block.tokens_per_s
+            found += [(b.candidate_id, load, math.log(b.block.tokens_per_s / first)) for b in blocks]
     return found
 
 
 def block_sd(data: StudyData) -> float:
-    """The standard deviation of a block's log rate: what is known beforehand, and how the baseline's turns differ."""
-    apart = [
-        math.log(after.block.tokens_per_s / before.block.tokens_per_s)
-        for turns in data.baseline_turns.values()
-        for before, after in pairwise(turns)
-    ]
+    """The standard deviation of a block's log rate: what is known beforehand, and how the baseline's turns differ.
+
+    Turns on one server where there are such, for what servers differ by cancels there; those of worn ones do not count.
+    """
+    launches = {stored.launch_id for turns in data.baseline_turns.values() for stored in turns}
+    out = {launch for launch in launches if worn(data, launch)}
+    apart: list[float] = []
+    for turns in data.baseline_turns.values():
+        after_one_another = list(pairwise(stored for stored in turns if stored.launch_id not in out))
+        same = [(a, b) for a, b in after_one_another if a.launch_id == b.launch_id]
+        apart += [math.log(b.block.tokens_per_s / a.block.tokens_per_s) for a, b in same or after_one_another]
     return math.sqrt((_KNOWN * BLOCK_SD**2 + math.fsum(x * x for x in apart) / 2) / (_KNOWN + len(apart)))
 
 
-def _mean(ratios: list[float], sd: float) -> tuple[float, float]:
-    return math.fsum(ratios) / len(ratios), sd / math.sqrt(len(ratios))
+def _mean(logs: list[_Log]) -> _Log:
+    return math.fsum(log for log, _ in logs) / len(logs), math.sqrt(math.fsum(sd * sd for _, sd in logs)) / len(logs)
 
 
 def family_of(settings: Mapping[str, Setting]) -> Family:
