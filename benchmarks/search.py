@@ -36,7 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import optuna
-from scipy import optimize
+from scipy import linalg, optimize
 
 from tuner.engines.simulated.machine import Work, accept_length, fault_at_start, fault_under_load, plan, predict
 from tuner.engines.simulated.profiles import profile_named
@@ -719,48 +719,93 @@ def in_effect(settings: Mapping[str, Any], level: int) -> str:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Of one level: log rate by what is in effect, the spread of launches and of blocks, and what blocks are left with.
-
-    `left` has, by candidate, the residuals of its blocks, each as (launch, launch's and block's deviation together).
-    """
+    """Of one level: log rate by what is in effect, what it varies by (standard deviations, `drift_s` in seconds), and
+    what blocks are left with: by candidate, as (launch, deviation)."""
 
     rates: Mapping[str, float]
-    launch_sd: float
-    block_sd: float
+    varies: Mapping[str, float]
     left: Mapping[str, Sequence[tuple[int, float]]]
 
 
-def fitted(rows: Sequence[Mapping[str, Any]], level: int) -> Fitted:
-    """Rates with what launches differ by taken out, by restricted maximum likelihood: a launch serves a random share of
-    the candidates, and its reference, so that its own speed shows."""
+_VARIES = ("settings", "candidate", "launch", "drift", "block")
+_START = (0.3, 0.03, 0.03, 0.05, 0.03)
+_DRIFT_S = 900.0
+_DIFFER = ("drafter", "active", "version", "weights", "steps")
+
+
+def _features(settings: Mapping[str, Any], level: int) -> tuple[Any, ...]:
+    drafter = settings["speculation"]
+    threshold = settings.get("disable_batch_threshold", "never")
+    active = drafter != "none" and (threshold == "never" or level <= threshold)
+    steps = math.log1p(settings["num_steps"]) if active else 0.0
+    return drafter, active, settings.get("spec_version"), settings["weights"], steps
+
+
+def fitted(rows: Sequence[Mapping[str, Any]], level: int, *, smooth: bool = True) -> Fitted:
+    """What candidates are worth, apart from what launches and the hours differed by: a Gaussian process.
+
+    A block's log rate is a function of the settings, near where they are near, a part of the candidate's own, a part of
+    its launch's, a drift of the machine over time, and noise; how large each is, is what makes the blocks most likely.
+    Not `smooth`: candidates owe nothing to others.
+    """
     y = np.array([math.log(row["tokens_per_s"]) for row in rows])
-    kinds = sorted({in_effect(row["settings"], level) for row in rows})
-    launches = sorted({row["launch"] for row in rows})
-    x = np.zeros((len(rows), len(kinds)))
-    z = np.zeros((len(rows), len(launches)))
-    for i, row in enumerate(rows):
-        x[i, kinds.index(in_effect(row["settings"], level))] = 1
-        z[i, launches.index(row["launch"])] = 1
+    whose = [in_effect(row["settings"], level) for row in rows]
+    kinds = sorted(set(whose))
+    of = np.array([kinds.index(one) for one in whose])
+    features = [_features(rows[whose.index(kind)]["settings"], level) for kind in kinds]
+    apart = np.array([[[float(a != b) for b in column] for a in column] for column in zip(*features, strict=True)])
+    steps = np.array([each[-1] for each in features])
+    apart[-1] = abs(steps[:, None] - steps)
+    launch = np.array([row["launch"] for row in rows])
+    at = np.array([row["at"] for row in rows], float)
+    together, seconds = launch[:, None] == launch, abs(at[:, None] - at)
+    count = len(_VARIES)
 
-    def solved(log_sds: Sequence[float]) -> tuple[float, Any]:
-        launch_var, block_var = (math.exp(2 * one) for one in log_sds)
-        cover = block_var * np.eye(len(rows)) + launch_var * z @ z.T
-        inverse = np.linalg.inv(cover)
-        inner = x.T @ inverse @ x
-        means = np.linalg.solve(inner, x.T @ inverse @ y)
-        off = y - x @ means
-        loss = np.linalg.slogdet(cover)[1] + np.linalg.slogdet(inner)[1] + off @ inverse @ off
-        return float(loss), means
+    def parts(log: Any) -> tuple[Any, Any]:
+        var = np.exp(2 * log[:count])
+        near = var[0] * np.exp(-np.tensordot(np.exp(log[count : count + len(_DIFFER)]), apart, 1))
+        kind = near + (var[1] if smooth else 100.0) * np.eye(len(kinds))
+        other = var[2] * together + var[3] * np.exp(-seconds / np.exp(log[-1])) + var[4] * np.eye(len(rows))
+        return kind, kind[np.ix_(of, of)] + other
 
-    best = optimize.minimize(lambda at: solved(at)[0], [math.log(0.02), math.log(0.03)], method="Nelder-Mead")
-    means = solved(best.x)[1]
+    def solved(log: Any) -> tuple[float, Any, Any]:
+        kind, cover = parts(log)
+        factor = linalg.cho_factor(cover, lower=True)
+        ones = linalg.cho_solve(factor, np.ones(len(rows)))
+        mean = float(ones @ y / ones.sum())
+        solution = linalg.cho_solve(factor, y - mean)
+        loss = float((y - mean) @ solution) + 2 * float(np.log(np.diag(factor[0])).sum())
+        return loss, mean, kind[:, of] @ solution
+
+    begin = np.log([*_START, *([0.3] * len(_DIFFER)), _DRIFT_S])
+    bounds = [(math.log(0.002), math.log(2.0))] * count + [(math.log(0.003), math.log(10.0))] * len(_DIFFER)
+    bounds.append((math.log(60.0), math.log(7200.0)))
+    best = optimize.minimize(lambda log: solved(log)[0], begin, method="L-BFGS-B", bounds=bounds).x
+    _, mean, own = solved(best)
+    rates = dict(zip(kinds, (mean + own).tolist(), strict=True))
     left: dict[str, list[tuple[int, float]]] = {}
-    for row, off in zip(rows, y - x @ means, strict=True):
-        left.setdefault(row["candidate"], []).append((row["launch"], float(off)))
-    return Fitted(dict(zip(kinds, map(float, means), strict=True)), math.exp(best.x[0]), math.exp(best.x[1]), left)
+    for row, one, log_rate in zip(rows, whose, y, strict=True):
+        left.setdefault(row["candidate"], []).append((row["launch"], float(log_rate - rates[one])))
+    varies = dict(zip(_VARIES, np.exp(best[:count]).tolist(), strict=True))
+    return Fitted(rates, {**varies, "drift_s": math.exp(best[-1])}, left)
 
 
-def measured_table(path: Path) -> Table:
+def fits(path: Path, *, smooth: bool = True) -> dict[int, Fitted]:
+    """The levels of a measured grid; of a block that was measured again only what passed its gates."""
+    cell: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    for line in _lines(path):
+        if line.get("tokens_per_s"):
+            cell.setdefault((line["candidate"], line["level"], line["launch"]), []).append(line)
+    levels = sorted({level for _, level, _ in cell})
+    return {
+        level: fitted(
+            [row for (_, at, _), rows in cell.items() if at == level for row in _settled(rows)], level, smooth=smooth
+        )
+        for level in levels
+    }
+
+
+def measured_table(path: Path, *, smooth: bool = True) -> Table:
     """The table of a grid that was measured; what has no figure at a level does not work.
 
     Candidates that are the same in effect at a level share its rate. Noise is what a candidate differed by between its
@@ -768,15 +813,7 @@ def measured_table(path: Path) -> Table:
     """
     space = parse_space(GRID, source="grid.yaml")
     levels = space.workload.concurrency
-    lines = list(_lines(path))
-    cell: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
-    for line in lines:
-        if line.get("tokens_per_s"):
-            cell.setdefault((line["candidate"], line["level"], line["launch"]), []).append(line)
-    by_level = {
-        level: fitted([row for (_, at, _), rows in cell.items() if at == level for row in _settled(rows)], level)
-        for level in levels
-    }
+    lines, by_level = list(_lines(path)), fits(path, smooth=smooth)
     rates: dict[str, list[float] | None] = {}
     told: dict[str, list[float | None]] = {}
     for line in lines:
@@ -795,7 +832,7 @@ def measured_table(path: Path) -> Table:
             [(one[after] - one[before]) / math.sqrt(2) for one in by_launch]
             for before, after in itertools.pairwise(common)
         ]
-    return Table("bundled", space, rates, told, noise)
+    return Table("bundled" if smooth else "bundled, as measured", space, rates, told, noise)
 
 
 def grid_facts(path: Path) -> dict[str, Any]:
@@ -811,6 +848,7 @@ def grid_facts(path: Path) -> dict[str, Any]:
         "candidates": len(table.candidates),
         "measured_twice": len(table.noise),
         "noise_sd_by_level": [round(float(one), 4) for one in np.sqrt((spread**2).mean(axis=0))],
+        "varies": {level: {k: round(v, 4) for k, v in fit.varies.items()} for level, fit in fits(path).items()},
         "noise_sd_of_the_mean": round(float(np.sqrt((spread.mean(axis=1) ** 2).mean())), 4),
     }
 
@@ -878,7 +916,9 @@ def main() -> None:
     if chosen.table:
         result["grid"] = grid_facts(chosen.table)
         del result["noise"]
-        result["tables"]["bundled"] = compare(measured_table(chosen.table), seeds, chosen.only)
+        for smooth in (True, False):
+            table = measured_table(chosen.table, smooth=smooth)
+            result["tables"][table.name] = compare(table, seeds, chosen.only)
     else:
         result["simulated"] = True
         for name in chosen.tables:
