@@ -422,8 +422,12 @@ def crash(error: Exception) -> None:
 
 
 def leave_grandchild(pid_file: str | None, seconds: float = 3600.0) -> None:
-    """A worker that leaves the session and whose parent is gone: out of reach of group and tree alike."""
+    """A worker that leaves the session and whose parent is gone: out of reach of group and tree alike, once back."""
+    reading, writing = os.pipe()
     if os.fork():
+        os.close(writing)
+        os.read(reading, 1)
+        os.close(reading)
         return
     os.setsid()
     if os.fork():
@@ -432,6 +436,9 @@ def leave_grandchild(pid_file: str | None, seconds: float = 3600.0) -> None:
     if pid_file:
         with open(pid_file, "w") as file:
             file.write(str(os.getpid()))
+    os.write(writing, b".")
+    os.close(writing)
+    os.close(reading)
     time.sleep(seconds)
     os._exit(0)
 
