@@ -159,21 +159,13 @@ def test_where_nothing_is_hot_no_launch_is_spent_on_it(tmp_path):
 
 
 def test_a_kill_between_any_two_writes_ends_in_the_same_schedule(tmp_path):
-    from tests.tuner.study.test_study_resume import Watched, copy_database, kept_files
+    from tests.tuner.study.test_study_resume import Moments, Watched
 
-    moments: list[tuple[str, Path]] = []
-    seen: set[bytes] = set()
-
-    def keep(name: str) -> None:
-        content = b"".join(path.read_bytes() for path in kept_files(tmp_path))
-        if content not in seen:
-            seen.add(content)
-            copy_database(tmp_path, tmp_path / f"moment-{len(moments)}")
-            moments.append((name, tmp_path / f"moment-{len(moments)}"))
+    moments = Moments(tmp_path)
 
     machine = HotMachine(speed=speed_of(7.4))
     whole = controller(
-        Watched(study(tmp_path, space(SPACE)), keep), Watched(machine, keep), HotEngine(), policy=POLICY
+        Watched(study(tmp_path, space(SPACE)), moments), Watched(machine, moments), HotEngine(), policy=POLICY
     ).run()
     first = next(i for i, (_, at) in enumerate(moments) if edges(study(at, space(SPACE)).data()))
     for i, (name, moment) in list(enumerate(moments))[max(0, first - 6) : first + 24 : 2]:

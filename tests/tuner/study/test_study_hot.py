@@ -287,22 +287,16 @@ FAULTS: dict[str, dict[str, Any]] = {
     [(0.0, 15, "none"), (1 / 3, 12, "none"), *((0.0, 4, fault) for fault in FAULTS if fault != "none")],
 )
 def test_a_kill_between_any_two_writes_ends_in_the_same_decision(tmp_path, look, kills, fault):
-    from tests.tuner.study.test_study_resume import Watched, copy_database, kept_files
+    from tests.tuner.study.test_study_resume import Moments, Watched
 
-    moments: list[tuple[str, Path]] = []
-    seen: set[bytes] = set()
-
-    def keep(name: str) -> None:
-        content = b"".join(path.read_bytes() for path in kept_files(tmp_path))
-        if content not in seen:
-            seen.add(content)
-            copy_database(tmp_path, tmp_path / f"moment-{len(moments)}")
-            moments.append((name, tmp_path / f"moment-{len(moments)}"))
+    moments = Moments(tmp_path)
 
     small = ("parameters.num_steps.high=2", "budget.launches=14", "budget.candidates=6")
     store = study(tmp_path, space(SPACE, *small))
     policy = Policy(pairs=1, look=look)
-    whole = controller(Watched(store, keep), Watched(Jittery(**FAULTS[fault]), keep), HotEngine(), policy=policy).run()
+    whole = controller(
+        Watched(store, moments), Watched(Jittery(**FAULTS[fault]), moments), HotEngine(), policy=policy
+    ).run()
     worked = {"after reconfiguration_failed" if fault in ("never", "kept") else "after reconfigured"}
     assert {"after ask_reconfiguration"} | worked <= {name for name, _ in moments}
     for i, (name, moment) in list(enumerate(moments))[:: max(1, len(moments) // kills)]:

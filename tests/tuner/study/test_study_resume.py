@@ -82,6 +82,22 @@ def copy_database(source: Path, target: Path) -> None:
         shutil.copy(path, target / path.name)
 
 
+class Moments(list[tuple[str, Path]]):
+    """Copies of all that a study keeps in a folder, one of each state that it is called at: (where, folder)."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.seen: set[bytes] = set()
+
+    def __call__(self, name: str) -> None:
+        content = b"".join(path.read_bytes() for path in kept_files(self.folder))
+        if content not in self.seen:
+            self.seen.add(content)
+            copy_database(self.folder, self.folder / f"moment-{len(self)}")
+            self.append((name, self.folder / f"moment-{len(self)}"))
+
+
 def kept_files(folder: Path) -> list[Path]:
     return [folder / name for name in ("study.db", "study.db-wal", FILE) if (folder / name).exists()]
 
