@@ -580,7 +580,7 @@ class Controller:
         """What measures a block beside a change of the schedule that is tried next, or brings up its server.
 
         None where nothing of that is due or can be had, and where it might cost the schedule its own chance: a launch
-        is made with one more to spare, and a block is measured with one to spare, or with time for what follows.
+        is made with one more to spare, and a block is measured with one to spare and with time for what follows.
         """
         hot, space, spare = hot_in(data, self._hot), data.space, launches_left(data, self.policy)
         if step.number == 0 or not hot or spare < 1 or self._comes_first(data, step):

@@ -78,7 +78,7 @@ def change_phrase(candidate: CandidateView, row: LevelRow) -> str:
         return f"{verdict_phrase(row.verdict)}: {row.verdict.outcome}"
     if row.change is None:
         return "no valid block of the baseline beside it"
-    where = {"look": "short look", "screen": "search", "edge": "beside a change"}.get(row.role or "", "confirmation")
+    where = {"look": "short look", "screen": "search"}.get(row.role or "", "confirmation")
     return f"{percent(row.change)} ({where}, {count(row.pairs, 'pair')})"
 
 
