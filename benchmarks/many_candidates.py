@@ -28,7 +28,7 @@ from tuner.records import LaunchRecord
 from tuner.space import Space, parse_space
 from tuner.study import tables as t
 from tuner.study.data import Budget, Slot
-from tuner.study.evidence import costs_of, evidence_of, goal_of
+from tuner.study.evidence import Reader, costs_of, evidence_of, goal_of
 from tuner.study.sampler import Proposal, Proposer, proposal_of
 from tuner.study.score import FAILED, Score
 from tuner.study.session import current_fingerprint
@@ -205,12 +205,12 @@ def resumed(url: str, folder: Path) -> tuple[float, float, float]:
     worker._next(worker._recover())
     ready_s = time.perf_counter() - began
     listed = data.space.listed()
-    proposer = Proposer(data.space, data.seed, listed)
+    proposer, reader = Proposer(data.space, data.seed, listed), Reader()
 
     def suggest() -> None:
         tried = [trial.candidate_id for trial in data.trials]
         costs = costs_of(data, frozenset(), None)
-        proposer.propose(tried, store.trials.history, evidence_of(data), goal_of(data), costs)
+        proposer.propose(tried, store.trials.history, evidence_of(data, reader), goal_of(data), costs)
 
     first_s = timed(suggest, 1)
     later_s = timed(suggest)

@@ -1,7 +1,8 @@
 """What an unattended study on the bundled engine has found, against the best of the whole grid: measured side by side.
 
 The study is of the grid's own space (`python -m benchmarks.search --space > grid.yaml`, `tuner run grid.yaml`).
-Its decision and the grid's best are launched by turns, mirrored, on prompts that neither has seen; every pair counts.
+Its decision and the grid's best are launched side by side, a pair of servers for each pair, and measured by turns, in
+mirrored order, on prompts that neither has seen; every pair counts.
 
     python -m benchmarks.search_real --grid benchmarks/results/search_grid.jsonl --study NAME --pairs 8 --output FILE
 """
@@ -12,7 +13,7 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -27,24 +28,35 @@ from tuner.study.planner import launches_used
 from tuner.study.store import open_study
 
 
-class Pairs(Grid):
-    """Measures candidates by turns, each on a launch of its own."""
+class Side(Grid):
+    """One of the two, on a server of its own."""
 
-    def rates(self, candidate: Candidate, pair: int) -> list[float]:
-        """Tokens per second at every level; a block that fails its gates is measured once more."""
+    def begin(self, candidate: Candidate, pair: int) -> None:
+        """Launches it, for a pair."""
         self.stop()
         self.put(Cell(candidate, pair, pair))
-        found = []
-        for level in self.space.workload.concurrency:
-            for attempt in range(2):
-                outcome = self.world.measure(
-                    self.server, self.up, concurrency=level, role="confirm", seed=pair, on_progress=lambda _: None
-                )
-                assert outcome.block is not None, outcome.failure
-                if outcome.block.valid or attempt:
-                    break
-            found.append(outcome.block.tokens_per_s)
-        return found
+
+    def rate(self, level: int, pair: int) -> float:
+        """Tokens per second at a level; a block that fails its gates is measured once more."""
+        for attempt in range(2):
+            outcome = self.world.measure(
+                self.server, self.up, concurrency=level, role="confirm", seed=pair, on_progress=lambda _: None
+            )
+            assert outcome.block is not None, outcome.failure
+            if outcome.block.valid or attempt:
+                break
+        return outcome.block.tokens_per_s
+
+
+def measured(sides: Mapping[str, tuple[Side, Candidate]], pair: int, levels: Sequence[int]) -> dict[str, list[float]]:
+    """Both sides of a pair: two servers are up, and take turns at every level, so that what drifts is nearly equal."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for side, candidate in sides.values():
+        side.begin(candidate, pair)
+    for turn, level in enumerate(levels):
+        for name in list(sides)[:: 1 if (pair.bit_count() + turn) % 2 == 0 else -1]:
+            found[name].append(sides[name][0].rate(level, pair))
+    return found
 
 
 def main() -> None:
@@ -77,16 +89,19 @@ def main() -> None:
         "behind_by_the_grid": _behind(table.value, finalist.id, best.id),
     }
     with tempfile.TemporaryDirectory() as folder:
-        bench = Pairs(Path(folder) / "pairs.jsonl", parse_space(GRID, source="grid.yaml"))
+        space = parse_space(GRID, source="grid.yaml")
+        sides = {
+            name: (Side(Path(folder) / f"{name}.jsonl", space), candidate)
+            for name, candidate in (("best", best), ("study", winner))
+        }
         facts["pairs"] = []
         try:
             for pair in range(given.pairs if winner.id != best.id else 0):
-                order = (best, winner) if pair.bit_count() % 2 == 0 else (winner, best)
-                rates = {one.id: bench.rates(one, pair) for one in order}
-                facts["pairs"].append({"best": rates[best.id], "study": rates[winner.id]})
+                facts["pairs"].append(measured(sides, pair, space.workload.concurrency))
                 print(json.dumps(facts["pairs"][-1]), flush=True)
         finally:
-            bench.stop()
+            for side, _ in sides.values():
+                side.stop()
     facts |= compared(facts["pairs"], table.space.workload.weights)
     text = json.dumps(facts, indent=1) + "\n"
     if given.output:

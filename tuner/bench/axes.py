@@ -19,11 +19,13 @@ AXES = ("kind", "context")
 
 @dataclass(frozen=True)
 class Group:
-    """The requests of one class on one axis: how many, milliseconds per output token, output tokens per chunk."""
+    """The requests of one class on one axis: how many, milliseconds per output token, output tokens per chunk, and all
+    output tokens (0 in blocks that were kept before those were counted)."""
 
     requests: float
     ms_per_token: float
     tokens_per_chunk: float
+    tokens: float = 0.0
 
 
 def by_axis(traces: Sequence[Trace], kinds: Mapping[str, str]) -> dict[str, float]:
@@ -48,6 +50,7 @@ def by_axis(traces: Sequence[Trace], kinds: Mapping[str, str]) -> dict[str, floa
         found[f"{axis}/{name}/requests"] = requests
         found[f"{axis}/{name}/ms_per_token"] = ms / tokens
         found[f"{axis}/{name}/tokens_per_chunk"] = (tokens + requests) / chunks
+        found[f"{axis}/{name}/tokens"] = tokens + requests
     return found
 
 
@@ -60,7 +63,12 @@ def groups(counters: Mapping[str, float]) -> Iterator[tuple[str, str, Group]]:
             yield (
                 axis,
                 base.partition("/")[2],
-                Group(requests, counters[f"{base}/ms_per_token"], counters[f"{base}/tokens_per_chunk"]),
+                Group(
+                    requests,
+                    counters[f"{base}/ms_per_token"],
+                    counters[f"{base}/tokens_per_chunk"],
+                    counters.get(f"{base}/tokens", 0.0),
+                ),
             )
 
 

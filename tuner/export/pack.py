@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sa
+
 from tuner.errors import EnvironmentBroken, UsageError
 from tuner.secrets import LEFT_OUT, is_secret, redacted, without_secrets
 from tuner.study.data import StudyData
@@ -165,7 +167,10 @@ def _database(store: StudyStore, data: StudyData, secrets: Secrets) -> Iterator[
 
     rows: dict[str, list[Any]] = {}
     with store.engine.connect() as connection:
+        there = set(sa.inspect(connection).get_table_names())
         for table in t.metadata.sorted_tables:
+            if table.name not in there:
+                continue  # it comes with its first row
             if "study" in table.c:
                 found = connection.execute(table.select().where(table.c.study == data.name)).mappings()
             elif "name" in table.c:

@@ -1,4 +1,7 @@
-"""The statistics behind a verdict: intervals of log ratios, and what a number of pairs could have shown."""
+"""The statistics behind a verdict: intervals of log ratios, and what a number of pairs could have shown.
+
+numpy and scipy are imported where they compute: `tuner status` asks for a constant of this module alone.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-
-import numpy as np
 
 MIN_PAIRS = 4
 """Fewer give no interval: with three pairs the t quantile alone is 4.3."""
@@ -41,6 +42,7 @@ def t_interval(log_ratios: Sequence[float], confidence: float, *, least_sd: floa
 
     The ratio of two throughputs has no natural direction and multiplies, hence logs (Kalibera and Jones 2013).
     """
+    import numpy as np
     from scipy import stats
 
     data = np.asarray(log_ratios, dtype=float)
@@ -57,6 +59,7 @@ def p_above(log_ratios: Sequence[float], threshold: float) -> float:
 
     They are taken to spread by `PAIR_SD_FLOOR` at least.
     """
+    import numpy as np
     from scipy import stats
 
     data = np.asarray(log_ratios, dtype=float)
@@ -97,6 +100,8 @@ def pair_sd(log_ratios: Sequence[float], series: Sequence[tuple[Sequence[float],
     `series` holds, per pair, the 1-s token series of its two blocks.
     """
     if len(log_ratios) >= 2:
+        import numpy as np
+
         return max(float(np.std(log_ratios, ddof=1)), PAIR_SD_FLOOR)
     variances = [block_variance(a) + block_variance(b) for a, b in series]
     return max(math.sqrt(sum(variances) / len(variances)) if variances else 0.0, SERIES_SD_FLOOR)
@@ -104,6 +109,8 @@ def pair_sd(log_ratios: Sequence[float], series: Sequence[tuple[Sequence[float],
 
 def block_variance(series: Sequence[float]) -> float:
     """Squared relative standard error of a block's mean, by batch means; 0 where the series is too short to tell."""
+    import numpy as np
+
     data = np.asarray(series, dtype=float)
     batches = data.size // BATCH_S
     if batches < 2 or data.mean() <= 0:

@@ -13,11 +13,11 @@ from tuner.records import SEARCH, Block, Failure, Recommendation, Role, Setting,
 from tuner.report import evidence as ev
 from tuner.report.importance import Effect, Importance, effects, importances
 from tuner.report.model import Expected, expected
-from tuner.study.data import Confirmation, StudyData
+from tuner.study.data import StudyData
 from tuner.study.decide import level_verdicts, pareto_set, recommendation, verdicts_of
 from tuner.study.looks import OUT
 from tuner.study.places import PlaceShare, shares
-from tuner.study.planner import launches_used
+from tuner.study.planner import launches_used, whole_pairs
 from tuner.study.policy import policy_of
 from tuner.study.quality import verdicts as answers
 from tuner.study.score import level_ratios, weights
@@ -105,7 +105,10 @@ class InvalidBlock:
 
 @dataclass(frozen=True)
 class StudyView:
-    """A study, ready to be shown."""
+    """A study, ready to be shown.
+
+    `rounds` has the finalists and the whole pairs of each round of confirmation.
+    """
 
     name: str
     state: str
@@ -125,7 +128,7 @@ class StudyView:
     budget_launches: int
     pairs: int
     valid_blocks: int
-    rounds: tuple[Confirmation, ...]
+    rounds: tuple[tuple[int, int], ...]
     engine: str
     engine_version: str
     model: str
@@ -197,7 +200,7 @@ def study_view(data: StudyData) -> StudyView:
         budget_launches=data.budget.launches,
         pairs=policy_of(data).pairs,
         valid_blocks=len(valid),
-        rounds=data.confirmations,
+        rounds=tuple((len(each.finalists), whole_pairs(data, each)) for each in data.confirmations),
         engine=data.space.kind,
         engine_version=str(data.fingerprint.get("engine_version", "unknown")),
         model=data.space.model,
@@ -265,7 +268,7 @@ def _candidate(
     changes = {row.concurrency: row.change for row in rows if row.change is not None}
     share = weights(data)
     overall = None
-    if changes.keys() == share.keys():
+    if changes.keys() == share.keys() and candidate_id not in data.failed:
         overall = math.exp(math.fsum(share[level] * math.log(change) for level, change in changes.items()))
     standing, why = _standing(data, found, candidate_id, rows)
     return CandidateView(candidate_id, data.settings_of(candidate_id), standing, wins_at, rows, overall, why)
@@ -283,7 +286,7 @@ def _standing(
         return "winner", ""
     if any(candidate_id in confirmation.finalists for confirmation in data.confirmations):
         return ("finalist", "") if complete else ("failed", why)
-    if complete:
+    if complete and candidate_id not in data.failed:
         left = next((trial.why for trial in data.measured if trial.candidate_id == candidate_id), "")
         return ("out of the race", left) if left.startswith(OUT) else ("screened", "")
     if failed:
@@ -295,7 +298,8 @@ def _standing(
     gates = [row for row in rows if row.attempts and row.tokens_per_s is None]
     if gates:
         return "failed", f"no valid block at concurrency {', '.join(str(row.concurrency) for row in gates)}"
-    return "not measured", ""
+    told = next((trial.why for trial in data.measured if trial.candidate_id == candidate_id), "")
+    return ("failed", told) if candidate_id in data.failed else ("not measured", "")
 
 
 def _row(

@@ -120,16 +120,29 @@ class Regions:
     """
 
     def __init__(self, crashed: Sequence[Crash], worked: Sequence[Mapping[str, Any]]) -> None:
-        self.crashed = tuple(crashed)
-        self.conditions = tuple(_conditions([each.settings for each in crashed])) if len(crashed) >= NEED_ONE else ()
-        bad = _truth(self.conditions, [each.settings for each in crashed])
-        good = _truth(self.conditions, worked)
+        conditions = region_conditions([each.settings for each in crashed])
+        bad = _truth(conditions, [each.settings for each in crashed])
+        self._learn(crashed, conditions, bad, _truth(conditions, worked))
+
+    @classmethod
+    def told(
+        cls, crashed: Sequence[Crash], conditions: Sequence[Condition], bad: np.ndarray, good: np.ndarray
+    ) -> Regions:
+        """Those of which it is known already where the conditions hold: crashed × conditions, worked × conditions."""
+        found = cls.__new__(cls)
+        found._learn(crashed, conditions, bad.astype(np.float32), good.astype(np.float32))
+        return found
+
+    def _learn(
+        self, crashed: Sequence[Crash], conditions: Sequence[Condition], bad: np.ndarray, good: np.ndarray
+    ) -> None:
+        self.crashed, self.conditions = tuple(crashed), tuple(conditions)
         crashes, works = (bad.T @ bad).astype(int), (good.T @ good).astype(int)
         needed = np.full_like(crashes, NEED_TWO)
         np.fill_diagonal(needed, NEED_ONE)
         alone = np.diag(works)
         matters = (alone[:, None] > 0) & (alone[None, :] > 0)
-        np.fill_diagonal(matters, len(worked) >= NEED_ONE)
+        np.fill_diagonal(matters, len(good) >= NEED_ONE)
         ruled_out = (works == 0) & matters & (crashes >= needed)
         # With equal evidence the simpler region explains more.
         self.weight = np.where(ruled_out, 2 * crashes + np.eye(len(self.conditions), dtype=int), 0)
@@ -160,6 +173,11 @@ def crash_region(
 ) -> Region | None:
     """The region that rules a candidate out; see `Regions`."""
     return Regions([Crash(each) for each in crashed], worked).of(settings)
+
+
+def region_conditions(crashed: Sequence[Mapping[str, Any]]) -> tuple[Condition, ...]:
+    """What regions may be made of; nothing before there are crashes enough."""
+    return tuple(_conditions(crashed)) if len(crashed) >= NEED_ONE else ()
 
 
 def _conditions(crashed: Sequence[Mapping[str, Any]]) -> Iterable[Condition]:
@@ -250,12 +268,16 @@ class Crashes:
 
     def ruled_out(self, regions: Regions) -> np.ndarray:
         """Which candidates lie in a region that crashes have ruled out."""
-        truth = np.zeros((len(self.settings), len(regions.conditions)), bool)
-        for j, condition in enumerate(regions.conditions):
+        return regions.rule_out(self._holds(regions.conditions))
+
+    def _holds(self, conditions: Sequence[Condition]) -> np.ndarray:
+        """Candidates × conditions."""
+        truth = np.zeros((len(self.settings), len(conditions)), bool)
+        for j, condition in enumerate(conditions):
             if condition.name in self._values:
                 values, which = self._values[condition.name]
                 truth[:, j] = np.array([condition.of(value) for value in values])[which]
-        return regions.rule_out(truth)
+        return truth
 
     def works(self, failed: Sequence[int], worked: Sequence[int], crashed: Sequence[int] = ()) -> np.ndarray:
         """The chance for each candidate, after those of these places failed and worked.
@@ -264,9 +286,12 @@ class Crashes:
         """
         chance = self._chance(failed, worked)
         if len(crashed) >= NEED_ONE:
-            regions = Regions([Crash(self.settings[i]) for i in crashed], [self.settings[i] for i in worked])
+            conditions = region_conditions([self.settings[i] for i in crashed])
+            truth = self._holds(conditions)
+            crashes = [Crash(self.settings[i]) for i in crashed]
+            regions = Regions.told(crashes, conditions, truth[list(crashed)], truth[list(worked)])
             known = chance[list(worked)]
-            chance[self.ruled_out(regions)] = 0.0
+            chance[regions.rule_out(truth)] = 0.0
             chance[list(worked)] = known
         return chance
 

@@ -8,10 +8,12 @@ it takes. Improvement is expected where the model says fast, and also where it d
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import ndtr
@@ -35,7 +37,7 @@ class Costs:
 
     `hot` names the settings that can change on a running server; `running` holds the settings of the one that runs.
     With `stay` only what that server can become is suggested. `idle` names settings that do not matter where a
-    candidate does not speculate.
+    candidate does not speculate. On a launch that can serve the `baseline` its blocks come first: `turn_s` seconds.
     """
 
     launch_s: float = 300.0
@@ -44,6 +46,8 @@ class Costs:
     running: Mapping[str, Any] | None = None
     stay: bool = False
     idle: frozenset[str] = frozenset()
+    baseline: Mapping[str, Any] | None = None
+    turn_s: float = 0.0
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -53,27 +57,42 @@ class Costs:
 
     def of(self, settings: Mapping[str, Any]) -> float:
         """Seconds for these settings."""
-        return self.blocks_s + (0.0 if self.reaches(settings) else self.launch_s)
+        return self.blocks_s + (0.0 if self.reaches(settings) else self.start(settings))
+
+    def start(self, settings: Mapping[str, Any]) -> float:
+        """Seconds until a launch made for these settings is ready to measure them."""
+        turn = self.baseline is not None and self._changes(settings, self.baseline)
+        return self.launch_s + (self.turn_s if turn else 0.0)
 
     def reaches(self, settings: Mapping[str, Any]) -> bool:
         """Whether the running server can be changed to these settings."""
-        if self.running is None:
-            return False
+        return self.running is not None and self._changes(self.running, settings)
+
+    def _changes(self, launched: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
         plain = settings.get("speculation") == "none"
-        names = (settings.keys() | self.running.keys()) - self.hot - (self.idle if plain else frozenset())
-        return all(settings.get(name) == self.running.get(name) for name in names)
+        names = (settings.keys() | launched.keys()) - self.hot - (self.idle if plain else frozenset())
+        return all(settings.get(name) == launched.get(name) for name in names)
+
+
+class Limit(NamedTuple):
+    """The longest that a latency (named as in `Measurement`) may be, in milliseconds, at one level; None: at all."""
+
+    latency: str
+    at_most_ms: float
+    level: int | None = None
+
+    def holds(self, level: int) -> bool:
+        """Whether it holds at a level."""
+        return self.level is None or self.level == level
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted. `weights` has one entry a level; `least` is the lowest speed-up allowed at any level, as a log.
-
-    `ttft_p90_ms` is the longest time to the first token at any level.
-    """
+    """What is wanted. `weights` has one entry a level; `least` is the lowest log speed-up allowed at any level."""
 
     weights: tuple[float, ...]
     least: float | None = None
-    ttft_p90_ms: float | None = None
+    limits: tuple[Limit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,7 +154,24 @@ class Guide:
 
     def surrogate(self, evidence: Evidence) -> Surrogate:
         """The model after this evidence."""
-        return Surrogate(self.catalogue, evidence.measured, self.fixed)
+        return self._fit("", evidence)
+
+    def _fit(self, latency: str, evidence: Evidence) -> Surrogate:
+        """The model of throughput, or of a latency; the latest of each is kept, for several goals ask for the same."""
+        kept = self._latest.get(latency)
+        if kept is None or kept[0] is not evidence.measured:
+            if latency:
+                told = [(m, ms) for m in evidence.measured if (ms := getattr(m, latency))]
+                as_rates = [Measurement(m.candidate, m.level, float(ms), sd=0.1) for m, ms in told]
+                model = Surrogate(self.catalogue, as_rates, self.fixed, physics=False)
+            else:
+                model = Surrogate(self.catalogue, evidence.measured, self.fixed)
+            kept = self._latest[latency] = evidence.measured, model
+        return kept[1]
+
+    @cached_property
+    def _latest(self) -> dict[str, tuple[tuple[Measurement, ...], Surrogate]]:
+        return {}
 
     def suggest(
         self, evidence: Evidence, tried: Collection[str], goal: Goal, costs: Costs | None = None
@@ -170,8 +206,8 @@ class Guide:
         z = (value[some] - best_value) / sd
         gain = sd * (z * ndtr(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi))
         chance = works[some] * _keeps_guard(rates[some] - rates[base], covariances, goal)
-        chance = chance * self._fast_first_token(evidence, some, goal)
-        seconds = np.array([costs.of(self.candidates[i].settings) for i in some])
+        chance = chance * self._in_time(evidence, some, goal)
+        seconds = self._seconds(some, costs, gain * chance)
         pick = int(np.argmax(gain * chance / seconds))
         if gain[pick] < NEARLY:
             # Not even if it works: then what does work and is known least, which is where the model may be wrong.
@@ -185,9 +221,19 @@ class Guide:
             float(sd[pick]),
         )
 
+    def _seconds(self, some: np.ndarray, costs: Costs, promised: np.ndarray) -> np.ndarray:
+        """What trying each of them takes; `promised` is the improvement that each lets expect.
+
+        While a server can be changed to something that promises enough, to leave it takes the way back as well.
+        """
+        settings = [self.candidates[i].settings for i in some]
+        here = np.array([costs.reaches(one) for one in settings], bool)
+        back = costs.start(costs.running or {}) if promised[here].max(initial=0.0) >= NEARLY else 0.0
+        return np.array([costs.of(one) for one in settings]) + np.where(here, 0.0, back)
+
     def _incumbent(self, evidence: Evidence, rates: np.ndarray, value: np.ndarray, base: int, goal: Goal) -> float:
-        """The best value among what was measured and keeps the guard, by the model: its noise is averaged out."""
-        failed = {c.id for c in evidence.failed}
+        """The best value among what was measured and keeps the guards, by the model: its noise is averaged out."""
+        failed = {c.id for c in evidence.failed} | late(evidence, goal)
         places = {self.place[m.candidate.id] for m in evidence.measured if m.candidate.id in self.place}
         best = 0.0
         for i in places - {self.place[c] for c in failed if c in self.place}:
@@ -204,16 +250,47 @@ class Guide:
         step = len(rest) / LOOKED_AT
         return np.concatenate([ranked[:LOOKED_AT], rest[(np.arange(LOOKED_AT) * step).astype(int)]])
 
-    def _fast_first_token(self, evidence: Evidence, some: np.ndarray, goal: Goal) -> np.ndarray:
-        """The chance to keep the limit on the time to the first token, of which no physics is known here."""
-        limit = goal.ttft_p90_ms
-        told = [m for m in evidence.measured if m.ttft_p90_ms]
-        if limit is None or not told:
-            return np.ones(len(some))
-        as_rates = [Measurement(m.candidate, m.level, float(m.ttft_p90_ms or 0.0), sd=0.1) for m in told]
-        model = Surrogate(self.catalogue, as_rates, self.fixed, physics=False)
-        sd = np.sqrt(np.maximum(np.diagonal(model.covariances(some), axis1=1, axis2=2), 1e-8))
-        return ndtr((math.log(limit) - model.log_rates()[some]) / sd).min(axis=1)
+    def _in_time(self, evidence: Evidence, some: np.ndarray, goal: Goal) -> np.ndarray:
+        """The chance to keep the limits on latencies, of which no physics is known here: that of the most doubtful."""
+        chance = np.ones(len(some))
+        for limit in goal.limits:
+            if not any(getattr(m, limit.latency) for m in evidence.measured):
+                continue
+            model = self._fit(limit.latency, evidence)
+            sd = np.sqrt(np.maximum(np.diagonal(model.covariances(some), axis1=1, axis2=2), 1e-8))
+            keeps = ndtr((math.log(limit.at_most_ms) - model.log_rates(some)) / sd)
+            where = [i for i, level in enumerate(self.levels) if limit.holds(level)]
+            chance = np.minimum(chance, keeps[:, where].min(axis=1, initial=1.0))
+        return chance
+
+
+def late(evidence: Evidence, goal: Goal) -> frozenset[str]:
+    """The candidates whose latencies were measured above a limit, in the mean of their blocks at a level."""
+    if not goal.limits:
+        return frozenset()
+    over: dict[tuple[str, int, Limit], list[float]] = defaultdict(list)
+    for m in evidence.measured:
+        for limit in goal.limits:
+            if limit.holds(m.level) and (ms := getattr(m, limit.latency)):
+                over[m.candidate.id, m.level, limit].append(math.log(ms / limit.at_most_ms))
+    return frozenset(candidate for (candidate, _, _), logs in over.items() if math.fsum(logs) > 0)
+
+
+def best_measured(evidence: Evidence, baseline: Candidate, levels: Sequence[int], goal: Goal) -> list[Candidate]:
+    """Who was measured at all levels, best first by the goal; behind all others those that break a guard."""
+    logs: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for m in evidence.measured:
+        logs[m.candidate.id][m.level].append(math.log(m.tokens_per_s))
+    whole = {i: [fmean(by[level]) for level in levels] for i, by in logs.items() if set(levels) <= by.keys()}
+    base, slow = whole.get(baseline.id, [0.0] * len(levels)), late(evidence, goal)
+
+    def rank(candidate: str) -> tuple[bool, float]:
+        gains = [mine - theirs for mine, theirs in zip(whole[candidate], base, strict=True)]
+        breaks = candidate in slow or (goal.least is not None and baseline.id in whole and min(gains) < goal.least)
+        return breaks, -math.fsum(w * gain for w, gain in zip(goal.weights, gains, strict=True))
+
+    named = {m.candidate.id: m.candidate for m in evidence.measured}
+    return [named[candidate] for candidate in sorted(whole, key=rank)]
 
 
 def _keeps_guard(speedups: np.ndarray, covariances: np.ndarray, goal: Goal) -> np.ndarray:

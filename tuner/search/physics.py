@@ -6,14 +6,17 @@
 that are read once, experts that more rows reach (they saturate), work per row, drafting per depth, and host work per
 row where it is not overlapped. All costs are relative to the first, so that one unknown carries the unit.
 
+A draft's chance falls with its depth and differs from one kind of prompt to another. With a share w of the output
+tokens, kinds come together as 1/L = sum of w/L(kind): each takes as many steps as its tokens need.
+
 Which costs matter on a machine is not known beforehand: the priors are wide, and measurements decide.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -38,20 +41,40 @@ COMMON: tuple[tuple[str, float, float], ...] = (
 """Name, mean and standard deviation of the unknowns that every drafter shares; logs, but for the exponent `width`."""
 
 
+PREFILL, WIDTH = 4, 7
+"""Where these are among them; all before `width` are costs."""
+
+
 def _logit(p: float) -> float:
     return math.log(p / (1 - p))
 
 
-DRAFTERS: Mapping[str, tuple[float, float]] = {
-    "ngram": (0.35, 0.003),
-    "eagle3": (0.65, 0.08),
-    "mtp": (0.7, 0.08),
-    "draft_model": (0.65, 0.2),
-    "hybrid": (0.6, 0.06),
-}
-"""Drafter → the chance that its first guess is right, and its cost per depth, as far as names tell; both uncertain."""
+def _chance(logit: Array) -> Array:
+    return 1 / (1 + np.exp(-logit))
 
-UNKNOWN_DRAFTER = (0.55, 0.08)
+
+DRAFTERS: Mapping[str, tuple[float, float, float]] = {
+    "ngram": (0.35, 0.7, 0.003),
+    "eagle3": (0.65, 0.0, 0.08),
+    "mtp": (0.7, 0.0, 0.08),
+    "draft_model": (0.65, 0.0, 0.2),
+    "hybrid": (0.6, 0.2, 0.06),
+}
+"""Drafter → the chance that its first guess is right, by how much the log odds of one behind a right one are better,
+and its cost per depth, as far as names tell; all uncertain. N-grams that go on to match seldom do so by chance."""
+
+UNKNOWN_DRAFTER = (0.55, 0.0, 0.08)
+
+OWN = (("right", 1.0), ("behind", 0.5), ("fall", 0.7), ("draft", 1.2), ("draft_row", 1.5))
+"""The unknowns of a drafter, with standard deviations: what `DRAFTERS` has, how the chance falls from there with every
+depth more, and a cost per row."""
+
+ACCEPTS = 3
+"""So many of these say how often a draft is accepted, the others what it costs."""
+
+
+KIND_SD = 0.7
+"""By how much the log odds of a draft are other for one kind of prompt, before anything tells."""
 
 
 @dataclass(frozen=True)
@@ -72,32 +95,58 @@ class Terms:
         """Some of the rows."""
         return Terms(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
 
+    @cached_property
+    def accepting(self) -> tuple[Terms, Array]:
+        """The rows that differ in what acceptance hangs on, each once; and which of them each row is."""
+        on = np.stack([self.drafter, self.depth, self.topk, self.rows]).astype(np.int64)
+        key = np.zeros(len(self), np.int64)
+        for column in on:
+            values, which = np.unique(column, return_inverse=True)
+            key = key * max(1, len(values)) + which
+        first, which = np.unique(key, return_index=True, return_inverse=True)[1:]
+        return self.at(first), which
+
 
 @dataclass(frozen=True)
 class Physics:
-    """The formula for a space's drafters."""
+    """The formula for a space's drafters, and for the kinds of prompts that its traffic has (name → share of it)."""
 
     drafters: tuple[str, ...]
+    kinds: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The unknowns, in order."""
-        own = [f"{drafter}.{each}" for drafter in self.drafters for each in ("right", "fall", "draft", "draft_row")]
-        return (*(name for name, _, _ in COMMON), *own)
+        own = [f"{drafter}.{each}" for drafter in self.drafters for each, _ in OWN]
+        odds = [f"{drafter}.{kind}" for kind in self.kinds for drafter in self.drafters]
+        return (*(name for name, _, _ in COMMON), *own, *odds)
 
     @cached_property
     def prior_mean(self) -> Array:
         """What is expected before any measurement, but for the unit."""
         values = [mean for _, mean, _ in COMMON]
         for drafter in self.drafters:
-            right, cost = DRAFTERS.get(drafter, UNKNOWN_DRAFTER)
-            values += [_logit(right), _logit(0.93), math.log(cost), math.log(0.001)]
-        return np.array(values)
+            right, behind, cost = DRAFTERS.get(drafter, UNKNOWN_DRAFTER)
+            values += [_logit(right), behind, _logit(0.93), math.log(cost), math.log(0.001)]
+        return np.array(values + [0.0] * (len(self.drafters) * len(self.kinds)))
 
     @cached_property
     def prior_sd(self) -> Array:
         """How far off it may be."""
-        return np.array([sd for _, _, sd in COMMON] + [1.0, 0.7, 1.2, 1.5] * len(self.drafters))
+        own = [sd for _, sd in OWN] * len(self.drafters)
+        return np.array([sd for _, _, sd in COMMON] + own + [KIND_SD] * (len(self.drafters) * len(self.kinds)))
+
+    @cached_property
+    def of_acceptance(self) -> Array:
+        """Which unknowns acceptance hangs on; the rate hangs on those through it alone."""
+        own = [i >= ACCEPTS for i in range(len(OWN))] * len(self.drafters)
+        costs = [i < WIDTH for i in range(len(COMMON))] + own
+        return np.flatnonzero([not cost for cost in costs] + [True] * (len(self.names) - len(costs)))
+
+    @cached_property
+    def of_costs(self) -> Array:
+        """The other unknowns."""
+        return np.setdiff1d(np.arange(len(self.names)), self.of_acceptance)
 
     def terms(self, shapes: Sequence[Shape], levels: Sequence[int]) -> Terms:
         """Columns of shapes, each at its level."""
@@ -111,46 +160,130 @@ class Physics:
             np.array([index.get(shape.drafter, -1) if shape.depth else -1 for shape in shapes], int),
         )
 
-    def log_accept(self, theta: Array, terms: Terms) -> Array:
-        """ln(tokens per verify step). `theta` may have leading axes, which the result has as well."""
-        return np.log(self._accept(theta, terms))
-
     def log_rate(self, theta: Array, terms: Terms) -> Array:
-        """ln(tokens per second) of all requests together; axes as of `log_accept`."""
+        """ln(tokens per second) of all requests together. `theta` may have leading axes, which the result has too."""
+        return self._log_rate(theta, terms, self.log_accept(theta, terms))
+
+    def log_accept(self, theta: Array, terms: Terms) -> Array:
+        """ln(tokens per verify step); axes as of `log_rate`."""
+        distinct, which = terms.accepting
+        return np.log(together(self.reached(theta, distinct), self.shares)[0])[..., which]
+
+    def reached(self, theta: Array, terms: Terms) -> Array:
+        """The chance that a verify step accepts at least so many drafts: kinds × terms × depths from 1 on.
+
+        Without kinds there is one that stands for all.
+        """
+        if not self.drafters:
+            return np.zeros((*theta.shape[:-1], len(self.shares), len(terms), int(terms.depth.max(initial=0))))
+        return _reached(terms, *self._logits(theta, terms), theta[..., WIDTH, None, None])
+
+    def _logits(self, theta: Array, terms: Terms) -> tuple[Array, Array, Array]:
+        """Of the first draft, of one behind a right one, and of what is left of a chance a depth on: kinds × terms."""
+        first, behind, falls = np.moveaxis(self._own(theta)[..., None, :, :ACCEPTS], -1, 0)
+        odds = self._odds(theta)
+        right, later, fall = (each[..., terms.drafter] for each in (first + odds, first + behind + odds, falls))
+        return right, later, fall
+
+    def _moved(self, theta: Array, terms: Terms) -> Array:
+        """`reached`, and behind it as it is where one after another of the unknowns `of_acceptance` is moved by `STEP`.
+
+        Three logits and the width make a chance, so that four differences tell what each of the unknowns does.
+        """
+        now = self.reached(theta, terms)
+        moved = np.repeat(now[None], 1 + len(self.of_acceptance), axis=0)
+        if not self.drafters:
+            return moved
+        right, later, fall = self._logits(theta, terms)
+        width = theta[WIDTH]
+        by_right = _reached(terms, right + STEP, later, fall, width) - now
+        by_later = _reached(terms, right, later + STEP, fall, width) - now
+        by_fall = _reached(terms, right, later, fall + STEP, width) - now
+        moved[1] += _reached(terms, right, later, fall, width + STEP) - now
+        place = 2
+        for drafter in range(len(self.drafters)):
+            mine = terms.drafter == drafter
+            for by in (by_right + by_later, by_later, by_fall):
+                moved[place][:, mine] += by[:, mine]
+                place += 1
+        for kind in range(len(self.kinds)):
+            for drafter in range(len(self.drafters)):
+                mine = terms.drafter == drafter
+                moved[place][kind, mine] += (by_right + by_later)[kind, mine]
+                place += 1
+        return moved
+
+    @cached_property
+    def shares(self) -> Array:
+        """Of the kinds, in order; of one that stands for all without them."""
+        given = np.array([*self.kinds.values()], float)
+        return given / given.sum() if len(given) else np.ones(1)
+
+    def _log_rate(self, theta: Array, terms: Terms, log_accept: Array) -> Array:
         level = terms.level
         rows = terms.rows * level
-        costs = np.exp(np.clip(theta[..., :7], -40, 40))[..., None]
-        read, per_row, experts, knee, prefill, sync, sync_row = (costs[..., i, :] for i in range(7))
+        costs = np.exp(np.clip(theta[..., :WIDTH], -40, 40))[..., None]
+        read, per_row, experts, knee, prefill, sync, sync_row = (costs[..., i, :] for i in range(WIDTH))
         step = 1 + per_row * rows + experts * -np.expm1(-rows / knee) + terms.sync * (sync + sync_row * rows)
         if self.drafters:
-            draft = np.exp(np.clip(self._own(theta)[..., 2:], -40, 40))[..., terms.drafter, :]
+            draft = np.exp(np.clip(self._own(theta)[..., ACCEPTS:], -40, 40))[..., terms.drafter, :]
             speculates = (terms.drafter >= 0) * terms.depth
             step = step + speculates * (draft[..., 0] + draft[..., 1] * terms.topk * level)
-        return np.log(level / read) - np.log(level * prefill + step / self._accept(theta, terms))
+        return np.log(level / read) - np.log(level * prefill + step * np.exp(-log_accept))
 
     def _own(self, theta: Array) -> Array:
         """The unknowns of the drafters, one row each."""
-        return theta[..., len(COMMON) :].reshape(*theta.shape[:-1], len(self.drafters), 4)
+        own = theta[..., len(COMMON) : len(COMMON) + len(self.drafters) * len(OWN)]
+        return own.reshape(*theta.shape[:-1], len(self.drafters), len(OWN))
 
-    def _accept(self, theta: Array, terms: Terms) -> Array:
-        length = np.ones((*theta.shape[:-1], len(terms)))
-        if not self.drafters:
-            return length
-        chances = 1 / (1 + np.exp(-self._own(theta)[..., :2]))
-        wrong, fall = 1 - chances[..., terms.drafter, 0], chances[..., terms.drafter, 1]
-        width = np.minimum(terms.topk, (terms.rows - 1) / np.maximum(terms.depth, 1))
-        power = np.maximum(width, 1.0) ** theta[..., 7:8]
-        reached = (terms.drafter >= 0).astype(float)
-        right = 1 - wrong
-        for depth in range(int(terms.depth.max(initial=0))):
-            reached = reached * np.where(depth < terms.depth, 1 - (1 - right) ** power, 0.0)
-            length = length + reached
-            right = right * fall
-        return length
+    def _odds(self, theta: Array) -> Array:
+        """What a kind adds to the log odds of a drafter: kinds × drafters."""
+        odds = theta[..., len(COMMON) + len(self.drafters) * len(OWN) :]
+        if not self.kinds:
+            return np.zeros((1, len(self.drafters)))
+        return odds.reshape(*theta.shape[:-1], len(self.kinds), len(self.drafters))
 
-    def jacobian(self, theta: Array, terms: Terms, *, accept: bool = False) -> Array:
-        """Derivatives of `log_rate` (or `log_accept`) by the unknowns, rows × unknowns."""
-        function = self.log_accept if accept else self.log_rate
-        moved = np.concatenate([theta[None, :], theta + STEP * np.eye(len(theta))])
-        found = function(moved, terms)
-        return ((found[1:] - found[0]) / STEP).T
+    def jacobian(self, theta: Array, terms: Terms) -> Array:
+        """Derivatives of `log_rate` by the unknowns, rows × unknowns."""
+        distinct, which = terms.accepting
+        accept, by_accept = self.accept_slopes(
+            theta, distinct, lambda reached: np.log(together(reached, self.shares)[0])
+        )
+        accept, by_accept = accept[which], by_accept[which]
+        moved = np.concatenate([theta[None, :], theta + STEP * np.eye(len(theta))[self.of_costs]])
+        rates = self._log_rate(moved, terms, accept)
+        found = np.zeros((len(terms), len(theta)))
+        found[:, self.of_costs] = ((rates[1:] - rates[0]) / STEP).T
+        # Of a request's time per token so much is steps, which acceptance divides; the rest is prefill.
+        steps = 1 - np.exp(theta[0] + theta[PREFILL] + rates[0])
+        found[:, self.of_acceptance] = by_accept * steps[:, None]
+        return found
+
+    def accept_slopes(self, theta: Array, terms: Terms, function: Callable[[Array], Array]) -> tuple[Array, Array]:
+        """A function of what is `reached`, and its derivatives: rows × the unknowns `of_acceptance`."""
+        found = function(self._moved(theta, terms))
+        return found[0], ((found[1:] - found[0]) / STEP).T
+
+
+def _reached(terms: Terms, right: Array, later: Array, fall: Array, width: Array) -> Array:
+    """`Physics.reached`, of logits (kinds × terms) and the exponent of a tree's width."""
+    chance, behind, left = _chance(right), _chance(later), _chance(fall)
+    across = np.minimum(terms.topk, (terms.rows - 1) / np.maximum(terms.depth, 1))
+    power = np.maximum(across, 1.0) ** width
+    reached = (terms.drafter >= 0).astype(float)
+    found = np.zeros((*right.shape, int(terms.depth.max(initial=0))))
+    for depth in range(found.shape[-1]):
+        reached = reached * np.where(depth < terms.depth, 1 - (1 - chance) ** power, 0.0)
+        found[..., depth] = reached
+        chance = behind = behind * left
+    return found
+
+
+def together(reached: Array, shares: Array) -> tuple[Array, Array, Array]:
+    """Tokens per verify step of all kinds (terms) and of each (kinds × terms), and what share of all steps accepts at
+    least so many drafts (terms × depths), of chances as `Physics.reached` tells them."""
+    each = 1 + reached.sum(axis=-1)
+    steps = shares[:, None] / each  # for one token
+    length = 1 / steps.sum(axis=-2)
+    of_all = (reached * steps[..., None]).sum(axis=-3) * length[..., None]
+    return length, each, of_all

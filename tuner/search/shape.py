@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from tuner.engines.speculation import draft_tokens
@@ -38,25 +39,39 @@ PLAIN = Shape("none", 0, 1, 1, True)
 
 def shape_at(settings: Mapping[str, Any], running: int) -> Shape:
     """The step of these settings at `running` requests."""
-    drafter = settings.get("speculation", "none")
-    steps = _whole(settings.get("num_steps"), USUAL_STEPS)
-    depth = _depth(settings, steps, running)
+    drafter, version = settings.get("speculation", "none"), settings.get("spec_version", "v1")
+    return _shape(running, drafter, version, *(settings.get(name) for name in _COUNTS))
+
+
+_COUNTS = ("num_steps", "topk", "num_draft_tokens", "disable_batch_threshold", "steps_by_batch")
+
+
+@lru_cache(maxsize=8192, typed=True)  # few differ among the many candidates of a space
+def _shape(
+    running: int,
+    drafter: Any,
+    version: Any,
+    num_steps: Any,
+    topk: Any,
+    num_draft_tokens: Any,
+    threshold: Any,
+    table: Any,
+) -> Shape:
+    depth = _depth(_whole(num_steps, USUAL_STEPS), threshold, str(table or ""), running)
     if drafter in ("none", False) or depth <= 0:
         return PLAIN
-    topk = max(1, _whole(settings.get("topk"), 1))
-    told = _whole(settings.get("num_draft_tokens"), 0)
-    rows = depth + 1 if topk == 1 else max(2, told or draft_tokens(depth, topk))
-    return Shape(str(drafter), depth, topk, rows, settings.get("spec_version", "v1") == "v2")
+    wide = max(1, _whole(topk, 1))
+    told = _whole(num_draft_tokens, 0)
+    rows = depth + 1 if wide == 1 else max(2, told or draft_tokens(depth, wide))
+    return Shape(str(drafter), depth, wide, rows, version == "v2")
 
 
-def _depth(settings: Mapping[str, Any], steps: int, running: int) -> int:
+def _depth(steps: int, threshold: Any, table: str, running: int) -> int:
     depth = steps
-    table = str(settings.get("steps_by_batch") or "")
     for entry in table.split(",") if table else ():
         size, _, told = entry.partition(":")
         if size.strip().isdigit() and told.strip().isdigit() and int(size) <= running:
             depth = int(told)
-    threshold = settings.get("disable_batch_threshold")
     off = isinstance(threshold, int) and not isinstance(threshold, bool) and running > threshold
     return 0 if off and not table else depth
 

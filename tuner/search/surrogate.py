@@ -3,38 +3,51 @@
 With the unknowns of the physics linearised at their best values (Laplace), both are one Gaussian model: the covariance
 of two log rates is J S Jᵀ + K, of the unknowns' priors S and of the process K. So uncertainty of the physics and room
 for its errors are weighed against one another, and where the formula is wrong by a constant, or has no place for a
-setting, the process takes it up.
+setting, the process takes it up. What was seen of acceptance says nothing of rates: it comes first, and its posterior
+is the rates' prior.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from scipy.linalg import cho_factor, cho_solve, solve_triangular
+from scipy.linalg import cho_factor, cho_solve, cholesky, solve_triangular
+from scipy.optimize import least_squares
 
+from tuner.search.acceptance import Seen, kinds_of, seen_of
 from tuner.search.encode import Encoder
 from tuner.search.evidence import Measurement
 from tuner.search.physics import Array, Physics, Terms
 from tuner.search.shape import Shape, shape_at
 
-ACCEPT_SD = 0.04
-"""Of ln(accept length): by prompts, and by what engines count."""
-
 LAUNCH_SD = 0.006
 """What all blocks of one candidate have in common by chance."""
 
 SIZES: tuple[tuple[float, float], ...] = tuple((own, rest) for own in (0.03, 0.1, 0.3) for rest in (0.02, 0.07, 0.25))
-"""Tried standard deviations of what unknown settings do, and of what the physics gets wrong."""
+"""Standard deviations of what unknown settings do, and of what the physics gets wrong: between these."""
+
+LOUD = (0.4, 1.0, 2.5, 6.0)
+"""How many times the noise may be of what is told of it, which is the least: hosts that others use have more of it."""
+
+TRIED = tuple((size, loud) for size in SIZES for loud in LOUD)
+
+USUAL_SIZES, SIZES_SD = (0.1, 0.07), 1.0
+"""What they are before anything tells, and how far ln of them may be off: a setting that never varied says nothing."""
+
+LEVEL_SD = 0.3
+"""What the physics gets wrong of a level for all candidates alike; between two of them it cancels."""
 
 MOST_BLOCKS = 300
 """Measurements that a fit takes at most; beyond them the best and an even choice of the rest stand for all."""
 
-STEPS = 8
+STEPS = 30
+"""Of the search for the best unknowns, at most; half as many the second time."""
+
 FREE_SD = 2.0
 """Of the constant that stands for the physics where it is left out."""
 
@@ -100,13 +113,14 @@ class Surrogate:
         self.codes = catalogue.encoder.encode(list(told.values()))
         self.levels = np.array([one.level for one in blocks], float)
         shapes = [shape_at(told[one.candidate.id], one.level) for one in blocks]
-        self.terms = catalogue.physics.terms(shapes, [one.level for one in blocks])
+        self.physics = replace(catalogue.physics, kinds=kinds_of(blocks) if physics else {})
+        self.terms = self.physics.terms(shapes, [one.level for one in blocks])
         self.rates = np.array([math.log(one.tokens_per_s) for one in blocks])
-        accepted = [i for i, one in enumerate(blocks) if one.accept_length and shapes[i].depth] if physics else []
-        self.accepted = np.array(accepted, int)
-        self.targets = np.concatenate(
-            [self.rates, [math.log(max(1.0, blocks[i].accept_length or 1.0)) for i in accepted]]
-        )
+        # An engine that goes below its depth where little is accepted tells of depths that nobody knows.
+        as_set = [i for i, one in enumerate(blocks) if told[one.candidate.id].get("policy") != "adaptive"]
+        self.seen: Seen | None = None
+        if physics:
+            self.seen = seen_of(self.physics, [blocks[i] for i in as_set], self.terms.at(np.array(as_set, int)))
         self.noise = np.array([one.sd**2 for one in blocks])
         self._fit()
 
@@ -116,26 +130,34 @@ class Surrogate:
         self.mean, self.var = self._prior()
         kernels = self._kernels(self.codes, self.codes)
         near = _near(self.levels, self.levels)
-        kernels = tuple(kernel[np.ix_(self.whose, self.whose)] * near for kernel in kernels)
+        kernels = tuple(kernel[np.ix_(self.whose, self.whose)] for kernel in kernels)
         noise = np.diag(self.noise) + LAUNCH_SD**2 * (self.whose[:, None] == self.whose[None, :])
-        self.size = (0.1, 0.07)
-        self.theta = self._climb(self.mean, noise + _combined(kernels, self.size), STEPS)
+        self.size, self.loud = USUAL_SIZES, 1.0
+        # What blocks have in common hides where the unknowns lie: they are sought without that first, then with it.
+        covariance = noise + _combined(kernels, self.size) * near
+        self.theta = self._climb(self._climb(self.mean, np.diag(np.diag(covariance)), STEPS), covariance, STEPS)
         for last in (False, True):
             jacobian = self._jacobian(self.theta)
-            gap = self.targets - self._predicted(self.theta) + jacobian @ (self.theta - self.mean)
+            mean, self.cov = self._after_seen(self.theta)
+            gap = self.rates - self._predicted(self.theta) + jacobian @ (self.theta - mean)
+            explained = jacobian @ self.cov @ jacobian.T
             if not last:
-                sums = [self._whole(noise + _combined(kernels, size), jacobian) for size in SIZES]
-                self.size = SIZES[int(np.argmax([_evidence(whole, gap) for whole in sums]))]
-                self.theta = self._climb(self.theta, noise + _combined(kernels, self.size), STEPS // 2)
+                told = [
+                    _evidence(loud**2 * noise + _combined(kernels, size) * near + explained, gap)
+                    for size, loud in TRIED
+                ]
+                self.size, self.loud = _likely(told)
+                noise = self.loud**2 * noise
+                self.theta = self._climb(self.theta, noise + _combined(kernels, self.size) * near, STEPS // 2)
         self.jacobian = jacobian
-        self.factor = cho_factor(self._whole(noise + _combined(kernels, self.size), jacobian), lower=True)
+        self.factor = cho_factor(noise + _combined(kernels, self.size) * near + explained, lower=True)
         self.weights = cho_solve(self.factor, gap)
 
     def _prior(self) -> tuple[Array, Array]:
         """Means and variances of the unknowns, with the unit put so that plain decoding at its lowest level is met."""
         if not self.with_physics:
             return np.array([float(self.rates.mean())]), np.array([FREE_SD**2])
-        physics = self.catalogue.physics
+        physics = self.physics
         theta = physics.prior_mean.copy()
         plain = np.flatnonzero(self.terms.depth == 0)
         some = plain if len(plain) else np.arange(len(self.rates))
@@ -143,61 +165,61 @@ class Surrogate:
         theta[0] = float(np.mean(physics.log_rate(theta, self.terms)[lowest] - self.rates[lowest]))
         return theta, physics.prior_sd**2
 
+    def _after_seen(self, theta: Array) -> tuple[Array, Array]:
+        """Mean and covariance of the unknowns after what was seen of acceptance, linearised at `theta`."""
+        precision = np.diag(1 / self.var)
+        if self.seen is None or not len(self.seen):
+            return self.mean, np.diag(self.var)
+        off, slopes = self._off_seen(theta)
+        gap = slopes @ (theta - self.mean) - off
+        covariance = cho_solve(cho_factor(precision + slopes.T @ slopes), np.eye(len(theta)))
+        return self.mean + covariance @ (slopes.T @ gap), covariance
+
+    def _off_seen(self, theta: Array) -> tuple[Array, Array]:
+        """How far what is expected of acceptance is off what was seen, in standard deviations; and derivatives."""
+        seen = self.seen
+        if seen is None or not len(seen):
+            return np.zeros(0), np.zeros((0, len(theta)))
+        physics = self.physics
+        expected, by_acceptance = physics.accept_slopes(
+            theta, seen.terms, lambda chances: seen.expected(chances, physics.shares)
+        )
+        slopes = np.zeros((len(seen), len(theta)))
+        slopes[:, self.physics.of_acceptance] = by_acceptance
+        sd = np.sqrt(seen.var)
+        return (expected - seen.value) / sd, slopes / sd[:, None]
+
     def _climb(self, theta: Array, covariance: Array, steps: int) -> Array:
-        """Gauss-Newton steps of the unknowns, each as far as it helps; `covariance` is what is left beside them."""
-        n, m = len(self.rates), len(self.targets)
-        left = np.diag(np.full(m, ACCEPT_SD**2))
-        left[:n, :n] = covariance
-        factor = cho_factor(left, lower=True)
+        """The unknowns that fit best, sought from `theta` on; `covariance` is what is left beside them."""
+        factor, sd = cholesky(covariance, lower=True), np.sqrt(self.var)
 
-        def cost(at: Array) -> float:
-            off = self.targets - self._predicted(at)
-            return float(off @ cho_solve(factor, off) + ((at - self.mean) ** 2 / self.var).sum())
+        def off(at: Array) -> Array:
+            rates = solve_triangular(factor, self._predicted(at) - self.rates, lower=True)
+            return np.concatenate([rates, self._off_seen(at)[0], (at - self.mean) / sd])
 
-        here = cost(theta)
-        for _ in range(steps):
-            jacobian = self._jacobian(theta)
-            solved = cho_solve(factor, jacobian)
-            slope = solved.T @ (self.targets - self._predicted(theta)) - (theta - self.mean) / self.var
-            move = np.linalg.solve(jacobian.T @ solved + np.diag(1 / self.var), slope)
-            for scale in (1.0, 0.3, 0.05):
-                there = cost(theta + scale * move)
-                if there < here:
-                    break
-            else:
-                break
-            theta, gained, here = theta + scale * move, here - there, there
-            if gained < 1e-2:
-                break
-        return theta
+        def slopes(at: Array) -> Array:
+            rates = solve_triangular(factor, self._jacobian(at), lower=True)
+            return np.concatenate([rates, self._off_seen(at)[1], np.diag(1 / sd)])
+
+        found = least_squares(off, theta, slopes, x_scale=sd, max_nfev=steps, ftol=1e-4, xtol=1e-4, gtol=1e-4)
+        return np.asarray(found.x)
 
     def _predicted(self, theta: Array) -> Array:
         if not self.with_physics:
             return np.full(len(self.rates), theta[0])
-        physics = self.catalogue.physics
-        rates, accepts = physics.log_rate(theta, self.terms), physics.log_accept(theta, self.terms.at(self.accepted))
-        return np.concatenate([rates, accepts])
+        return self.physics.log_rate(theta, self.terms)
 
     def _jacobian(self, theta: Array) -> Array:
         if not self.with_physics:
             return np.ones((len(self.rates), 1))
-        physics = self.catalogue.physics
-        accepts = physics.jacobian(theta, self.terms.at(self.accepted), accept=True)
-        return np.concatenate([physics.jacobian(theta, self.terms), accepts])
-
-    def _whole(self, covariance: Array, jacobian: Array) -> Array:
-        n, m = len(self.rates), len(jacobian)
-        whole = (jacobian * self.var) @ jacobian.T
-        whole[:n, :n] += covariance
-        whole[np.arange(n, m), np.arange(n, m)] += ACCEPT_SD**2
-        return whole
+        return self.physics.jacobian(theta, self.terms)
 
     def _kernels(self, a: Array, b: Array) -> tuple[Array, Array]:
         """Between candidates: of settings that physics does not know, and of all; each with standard deviation 1."""
         tables, other = self.catalogue.encoder.alike, self.catalogue.encoder.other
         total, own, product = np.zeros((len(a), len(b))), np.zeros((len(a), len(b))), np.ones((len(a), len(b)))
         for j, table in enumerate(tables):
-            alike = table[a[:, j]][:, b[:, j]]
+            alike = table[:, b[:, j]][a[:, j]]
             total += alike
             product *= 0.4 + 0.6 * alike
             if j in other:
@@ -206,18 +228,21 @@ class Surrogate:
 
     # -- predictions ------------------------------------------------------------------------------------------------
 
-    def log_rates(self) -> Array:
-        """Expected ln(tokens per second), candidates × levels of the catalogue."""
-        levels = np.array(self.catalogue.levels, float)
-        formula: Array = np.full(len(self.catalogue.terms), self.theta[0])
+    def log_rates(self, candidates: Array | None = None) -> Array:
+        """Expected ln(tokens per second), candidates × levels: of these, or of the whole catalogue."""
+        catalogue = self.catalogue
+        levels = np.array(catalogue.levels, float)
+        codes = catalogue.codes if candidates is None else catalogue.codes[candidates]
+        formula: Array = np.full((len(codes), len(levels)), self.theta[0])
         if self.with_physics:
-            formula = self.catalogue.physics.log_rate(self.theta, self.catalogue.terms)
+            terms = catalogue.terms if candidates is None else catalogue.rows(candidates)
+            formula = self.physics.log_rate(self.theta, terms).reshape(-1, len(levels))
         # At the best unknowns, what the linearised formula adds to itself is nothing: only the process is left.
-        kernel = _combined(self._kernels(self.catalogue.codes, self.codes), self.size)
+        kernel = _combined(self._kernels(codes, self.codes), self.size)
         near = _near(levels, self.levels)
         carried: Array = np.zeros((len(self.codes), len(levels)))
-        np.add.at(carried, self.whose, (near * self.weights[: len(self.rates)]).T)
-        return formula.reshape(-1, len(levels)) + kernel @ carried
+        np.add.at(carried, self.whose, (near * self.weights).T)
+        return formula + kernel @ carried
 
     def covariances(self, candidates: Array, base: int | None = None) -> Array:
         """Of the log rates at all levels, less those of candidate `base`: candidates × levels × levels."""
@@ -226,10 +251,10 @@ class Surrogate:
         kernel = _combined(self._kernels(self.catalogue.codes[chosen], self.codes), self.size)
         moved = np.ones((len(chosen), len(levels), 1))
         if self.with_physics:
-            moved = self.catalogue.physics.jacobian(self.theta, self.catalogue.rows(chosen))
+            moved = self.physics.jacobian(self.theta, self.catalogue.rows(chosen))
             moved = moved.reshape(len(chosen), len(levels), -1)
-        cross = (moved * self.var) @ self.jacobian.T
-        cross[:, :, : len(self.rates)] += kernel[:, None, self.whose] * _near(levels, self.levels)[None]
+        cross = moved @ (self.cov @ self.jacobian.T)
+        cross += kernel[:, None, self.whose] * _near(levels, self.levels)[None]
         near = _near(levels, levels)
         own = np.full(len(candidates), self._own())
         if base is not None:
@@ -237,13 +262,13 @@ class Surrogate:
             codes = self.catalogue.codes
             shared = _combined(self._kernels(codes[candidates], codes[[base]]), self.size)[:, 0]
             own = 2 * (own - shared)
-        prior = own[:, None, None] * near + (moved * self.var) @ moved.transpose(0, 2, 1)
+        prior = own[:, None, None] * near + moved @ self.cov @ moved.transpose(0, 2, 1)
         solved = solve_triangular(self.factor[0], cross.reshape(-1, cross.shape[2]).T, lower=True)
         solved = solved.T.reshape(len(candidates), len(levels), -1)
         return prior - solved @ solved.transpose(0, 2, 1)
 
     def _own(self) -> float:
-        return self.size[0] ** 2 * len(self.catalogue.encoder.other) + self.size[1] ** 2
+        return self.size[0] ** 2 * len(self.catalogue.encoder.other) + self.size[1] ** 2 + LEVEL_SD**2
 
 
 def spread(covariances: Array, weights: Sequence[float]) -> Array:
@@ -259,7 +284,17 @@ def _near(a: Array, b: Array) -> Array:
 
 
 def _combined(kernels: Sequence[Array], size: tuple[float, float]) -> Array:
-    return size[0] ** 2 * kernels[0] + size[1] ** 2 * kernels[1]
+    return size[0] ** 2 * kernels[0] + size[1] ** 2 * kernels[1] + LEVEL_SD**2
+
+
+def _likely(evidences: Sequence[float]) -> tuple[tuple[float, float], float]:
+    """The mean of what was `TRIED`, by how likely each is, of logs. The likeliest alone changes with a block or two."""
+    tried = np.log([[*size, loud] for size, loud in TRIED])
+    beforehand = -0.5 * (((tried - np.log([*USUAL_SIZES, 1.0])) / SIZES_SD) ** 2).sum(axis=1)
+    told = np.array(evidences) + beforehand
+    chance = np.exp(told - told.max())
+    own, rest, loud = np.exp(chance @ tried / chance.sum())
+    return (float(own), float(rest)), max(1.0, float(loud))
 
 
 def _evidence(covariance: Array, gap: Array) -> float:

@@ -23,7 +23,7 @@ from tuner.space.document import Document, Path, dotted
 from tuner.space.expression import Expression, ExpressionError, parse
 from tuner.space.problems import Problem, unknown
 from tuner.space.schema import ContainerSection, ObjectiveSection, SpaceFile
-from tuner.space.space import SIMULATED, Cycle, Parameter, Space, in_order, visible
+from tuner.space.space import SIMULATED, Cycle, Parameter, Space, canonical, in_order, shown, visible
 
 OBJECTIVES = ("speedup", "throughput", "latency", "goodput", "pareto")
 ENV_NAME = re.compile(r"env\.[A-Za-z_][A-Za-z0-9_]*")
@@ -313,8 +313,8 @@ class Checker:
         for parameter in parameters:
             if parameter.when is not None:
                 path: Path = ("parameters", parameter.name, "when")
-                self._can_hold(path, parameter.when, parameters, file.engine.args)
-        return parameters
+                good &= self._can_hold(path, parameter.when, parameters, file.engine.args)
+        return parameters if good else None
 
     def _nccl(self, file: SpaceFile, parameters: Sequence[Parameter]) -> None:
         """NCCL is searched only where it is known to add up what a decode step computed, and by values that it has."""
@@ -351,16 +351,18 @@ class Checker:
             if isinstance(raw, dict) and isinstance(raw.get("when"), str):
                 yield name, raw["when"]
 
-    def _can_hold(self, path: Path, when: Expression, parameters: Sequence[Parameter], args: Mapping[str, Any]) -> None:
+    def _can_hold(self, path: Path, when: Expression, parameters: Sequence[Parameter], args: Mapping[str, Any]) -> bool:
+        """Reports a condition that never holds; returns whether it fits all values, else nothing can hang on it."""
         try:
             proven = never_holds(when, parameters, args)
         except ExpressionError as error:
             self.report(path, f"'{when.text}': {error}")
-            return
+            return False
         if proven:
             fixed = [f"{name} is fixed to {args[name]!r} in engine.args" for name in when.names if name in args]
             why = f"; {', '.join(fixed)}" if fixed else ""
             self.report(path, f"'{when.text}' can never hold with the values given{why}")
+        return True
 
     def _rules(self, file: SpaceFile, parameters: Sequence[Parameter]) -> None:
         known = [*file.parameters, *self.dropped, *visible(file.engine.args)]
@@ -374,6 +376,10 @@ class Checker:
                     expression.holds(values)
             except ExpressionError as error:
                 self.report(path, f"'{rule.forbid}': {error}")
+                continue
+            baseline = {**visible(file.engine.args), **canonical(file.baseline, file.engine.args)}
+            if problem := _misfit(expression, baseline):
+                self.report(path, problem)
 
     def _combinations(self, space: Space, engine: EngineFacts | None) -> None:
         if engine is not None:
@@ -392,6 +398,19 @@ class Checker:
             refused = [engine.problems(space.args, _engine_settings(candidate)) for candidate in others]
             if all(refused):
                 self.report(("parameters",), f"the engine takes none of the candidates: {refused[0][0]}")
+
+
+def _misfit(rule: Expression, baseline: Mapping[str, Setting]) -> str | None:
+    """What is wrong where a rule cannot be asked of the baseline, whose values the parameters need not offer."""
+    try:
+        rule.holds(baseline)
+    except ExpressionError as error:
+        words = [name for name in rule.names if isinstance(baseline.get(name), str)]
+        blamed = next((name for name in words if f"'{baseline[name]}'" in str(error)), None)
+        advice = f"{blamed} != {baseline[blamed]!r} and ({rule.text})" if blamed else "when it is meant"
+        said = f"'{rule.text}' does not fit the baseline ({shown(baseline, rule.names)}): {error}"
+        return f"{said}; write {advice}, or change the baseline"
+    return None
 
 
 def _listed(levels: Sequence[int]) -> str:
@@ -447,7 +466,7 @@ def _drawn(parameter: Parameter, rng: random.Random) -> Setting:
         return low if corner < 0.1 else high
     if parameter.step is None:
         return rng.uniform(low, high)
-    return low + parameter.step * rng.randint(0, round((high - low) / parameter.step))
+    return parameter.written(low + parameter.step * rng.randint(0, round((high - low) / parameter.step)))
 
 
 def _ancestors(names: Sequence[str], parameters: Sequence[Parameter]) -> set[str]:

@@ -73,7 +73,7 @@ ABOUT: Mapping[str, str] = {
     "budget": "where the search ends, whichever comes first; totals over the whole life of the study",
     "budget.launches": "server starts, confirmation included; beyond them, only what was spoiled there is repeated",
     "budget.candidates": "distinct candidates",
-    "budget.hours": "with a server",
+    "budget.hours": "with a server, confirmation included",
     "profile": "short: 64 tokens and two levels at most, 4 pairs. full: as the file says, longer windows, 8 pairs",
     "sampler": "what proposes candidates",
     "notify": "whom to tell when a study ends, stops or needs a person; either of",

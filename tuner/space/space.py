@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, Protocol, Self
 
+from tuner.errors import UsageError
 from tuner.records import Candidate, Setting, short_hash
 from tuner.space.expression import Expression, ExpressionError, parse
 from tuner.space.schema import (
@@ -43,6 +46,7 @@ SPECULATIVE = frozenset(
         "draft_model",
         "hybrid",
         "hybrid_steps",
+        "draft_attention_backend",
     }
 )
 """Settings that say nothing once `speculation` is "none": such candidates are one and the same."""
@@ -50,6 +54,9 @@ SPECULATIVE = frozenset(
 SHORT_MAX_TOKENS = 64
 MAX_DOMAIN = 10_000
 MAX_COMBINATIONS = 20_000
+
+ROUNDING = Fraction(1, 10**8)
+"""Of a step: a number so near to a value of a range is that value. It is what Optuna allows."""
 
 
 class Suggests(Protocol):
@@ -63,6 +70,27 @@ class Suggests(Protocol):
 
     def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None) -> float:
         """A number in the range."""
+
+
+class Drawn:
+    """Answers a space's questions at random."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        """One of the choices."""
+        return self.draw.choice(list(choices))
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1) -> int:
+        """A whole number in the range."""
+        return self.draw.randrange(low, high + 1, step)
+
+    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None) -> float:
+        """A number in the range."""
+        if step is None:
+            return min(self.draw.uniform(low, high), high)
+        return low + step * self.draw.randint(0, round((high - low) / step))
 
 
 @dataclass(frozen=True)
@@ -99,28 +127,55 @@ class Parameter:
         return all(isinstance(value, int) for value in (self.low, self.high, self.step))
 
     @cached_property
+    def _steps(self) -> tuple[Fraction, Fraction, int] | None:
+        """The lowest value and the step, as they are written, and the number of steps; None where there is no step."""
+        if self.choices is not None or self.step is None:
+            return None
+        low, high, step = (Fraction(str(number)) for number in (*self.ends, self.step))
+        return low, step, (high - low) // step
+
+    @cached_property
     def domain(self) -> tuple[Setting, ...] | None:
         """Every value it can take; None when it is continuous or has more than `MAX_DOMAIN` values."""
         if self.choices is not None:
             return self.choices
-        low, high = self.ends
-        if self.step is None:
-            return (low,) if low == high else None
-        count = round((high - low) / self.step) + 1
-        return tuple(low + i * self.step for i in range(count)) if count <= MAX_DOMAIN else None
+        if self._steps is None:
+            low, high = self.ends
+            return (float(low),) if low == high else None
+        first, step, last = self._steps
+        return tuple(self._number(first + i * step) for i in range(last + 1)) if last < MAX_DOMAIN else None
+
+    def _number(self, exact: Fraction) -> int | float:
+        return int(exact) if self.whole else float(exact)
+
+    def offered(self, value: object) -> Setting | None:
+        """The value of this parameter that it is, but for rounding; None where it is none of them."""
+        if self.choices is not None:
+            return next((one for one in self.choices if one == value and type(one) is type(value)), None)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            return None
+        if self._steps is None:
+            low, high = self.ends
+            return float(value) if low <= value <= high else None
+        if self.whole and not isinstance(value, int):
+            return None
+        first, step, last = self._steps
+        near = first + min(max(round((Fraction(value) - first) / step), 0), last) * step
+        return self._number(near) if abs(Fraction(value) - near) <= ROUNDING * step else None
+
+    def written(self, value: Setting) -> Setting:
+        """A number of a range with steps as a person writes it (0.7 + 0.1 is less than 0.8); all else as it is."""
+        if self._steps is None or (self.whole and isinstance(value, int)):
+            return value
+        found = self.offered(value)
+        return value if found is None else found
 
     def first_of(self, wanted: Iterable[Setting | None]) -> Setting:
         """The first of these that it can take; else its choice "unset", or its first or lowest value."""
-        for value in (*wanted, "unset"):
-            if value is not None and self._can_be(value):
-                return value
-        return self.choices[0] if self.choices else self.ends[0]
-
-    def _can_be(self, value: Setting) -> bool:
-        if self.domain is not None:
-            return value in self.domain
-        low, high = self.ends
-        return isinstance(value, (int, float)) and low <= value <= high
+        for value in (*wanted, "unset", *(self.choices or self.ends)):
+            if (found := self.offered(value)) is not None:
+                return found
+        raise ValueError(f"{self.name} has no value")
 
     def suggest(self, trial: Suggests) -> Setting:
         """The value that the trial's sampler picks."""
@@ -128,7 +183,11 @@ class Parameter:
             return trial.suggest_categorical(self.name, list(self.choices))
         if self.whole:
             return trial.suggest_int(self.name, self.low, self.high, step=self.step)  # type: ignore[arg-type]
-        return trial.suggest_float(self.name, *self.ends, step=self.step)
+        if self._steps is None:
+            return trial.suggest_float(self.name, *self.ends, step=None)
+        first, step, last = self._steps
+        picked = trial.suggest_float(self.name, float(first), float(first + last * step), step=float(step))
+        return self.written(picked)
 
 
 @dataclass(frozen=True)
@@ -197,11 +256,30 @@ class Space:
 
     def suggest(self, trial: Suggests) -> Candidate:
         """The candidate that a trial's sampler picks: only active parameters are asked for."""
+        return self.asked(trial).candidate
+
+    def asked(self, trial: Suggests) -> Listed:
+        """That candidate, and what the sampler picked for each parameter that it was asked for."""
         values: dict[str, Setting] = {}
         for parameter in self.parameters:
             if parameter.when is None or self._holds(parameter.when, values):
                 values[parameter.name] = parameter.suggest(trial)
-        return Candidate(self._canonical(values))
+        return Listed(Candidate(self._canonical(values)), values)
+
+    def drawn(self, count: int, seed: int = 0) -> list[Candidate]:
+        """So many candidates, drawn at random, whatever rules say."""
+        draw = Drawn(random.Random(seed))
+        return [self.suggest(draw) for _ in range(count)]
+
+    def offered(self, settings: Mapping[str, Setting]) -> dict[str, Setting]:
+        """Those of these settings that are values of the parameters."""
+        found = ((each.name, each.offered(settings.get(each.name))) for each in self.parameters)
+        return {name: value for name, value in found if value is not None}
+
+    def written(self, settings: Mapping[str, Setting]) -> dict[str, Setting]:
+        """The settings, with the numbers of ranges as a person writes them."""
+        numbers = {each.name: each.written(settings[each.name]) for each in self.parameters if each.name in settings}
+        return {**settings, **numbers}
 
     def near_baseline(self, forced: Mapping[str, Setting]) -> Listed | None:
         """The candidate with these values that is else as the baseline; None where one of them cannot be had so.
@@ -218,9 +296,14 @@ class Space:
         return Listed(Candidate(self._canonical(values)), values)
 
     def forbidden(self, candidate: Candidate) -> str | None:
-        """Why a rule rules the candidate out; None when none does."""
+        """Why a rule rules the candidate out, or cannot be asked of its values; None when none does."""
+        values = {**visible(self.args), **candidate.settings}
         for rule in self.rules:
-            if self._holds(rule.forbid, candidate.settings):
+            try:
+                holds = rule.forbid.holds(values)
+            except ExpressionError as error:
+                return f"a rule does not fit {shown(values, rule.forbid.names)}: {error} (rule: {rule.forbid.text})"
+            if holds:
                 return f"{rule.because} (rule: {rule.forbid.text})"
         return None
 
@@ -261,19 +344,24 @@ class Space:
         for value in parameter.domain:
             yield from self._combinations(index + 1, {**values, parameter.name: value})
 
-    def _holds(self, expression: Expression, values: Mapping[str, Setting]) -> bool:
-        return expression.holds({**visible(self.args), **values})
+    def active(self, parameter: Parameter, settings: Mapping[str, Setting]) -> bool:
+        """Whether a parameter's condition holds beside these settings; so where it cannot be asked of their values."""
+        try:
+            return parameter.when is None or parameter.when.holds({**visible(self.args), **settings})
+        except ExpressionError:
+            return True
 
-    def _canonical(self, values: dict[str, Setting]) -> dict[str, Setting]:
-        """One spelling per candidate: what has no meaning beside the other settings is left out."""
-        context = {**visible(self.args), **values}
-        if context.get("speculation") == "none":
-            values = {name: value for name, value in values.items() if name not in SPECULATIVE}
-        steps = context.get("num_steps")
-        chain = context.get("topk", 1) == 1 and isinstance(steps, int)
-        if chain and isinstance(steps, int) and values.get("num_draft_tokens") == steps + 1:
-            values = {name: value for name, value in values.items() if name != "num_draft_tokens"}
-        return dict(sorted(values.items()))
+    def _holds(self, condition: Expression, values: Mapping[str, Setting]) -> bool:
+        try:
+            return condition.holds({**visible(self.args), **values})
+        except ExpressionError as error:
+            raise UsageError(
+                f"the condition '{condition.text}' does not fit {shown(values, condition.names)}: {error}. Correct it, "
+                "and begin a new study"
+            ) from error
+
+    def _canonical(self, values: Mapping[str, Setting]) -> dict[str, Setting]:
+        return canonical(values, self.args)
 
     @property
     def objective_level(self) -> int | None:
@@ -348,6 +436,24 @@ class Cycle(ExpressionError):
 def visible(args: Mapping[str, Any]) -> dict[str, Setting]:
     """The arguments that expressions see: single values."""
     return {name: value for name, value in args.items() if isinstance(value, (bool, int, float, str))}
+
+
+def shown(values: Mapping[str, Setting], names: Iterable[str]) -> str:
+    """The values of these settings, for a person."""
+    return ", ".join(f"{name}={values[name]!r}" for name in names if name in values)
+
+
+def canonical(values: Mapping[str, Setting], args: Mapping[str, Any]) -> dict[str, Setting]:
+    """One spelling per candidate: what has no meaning beside the other settings is left out."""
+    context = {**visible(args), **values}
+    kept = dict(sorted(values.items()))
+    if context.get("speculation") == "none":
+        kept = {name: value for name, value in kept.items() if name not in SPECULATIVE}
+    steps = context.get("num_steps")
+    chain = context.get("topk", 1) == 1 and isinstance(steps, int)
+    if chain and isinstance(steps, int) and kept.get("num_draft_tokens") == steps + 1:
+        del kept["num_draft_tokens"]
+    return kept
 
 
 def in_order(parameters: list[Parameter]) -> tuple[Parameter, ...]:

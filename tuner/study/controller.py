@@ -17,7 +17,9 @@ from tuner.judge.quality import Answers
 from tuner.launch.kinds import failure as kind_failure
 from tuner.plain import plain
 from tuner.records import SHOWN, Block, Candidate, Failure, Gate, LaunchRecord
+from tuner.search.evidence import Evidence
 from tuner.space import Listed
+from tuner.study.ahead import SCOPE
 from tuner.study.canary import NOTHING, Proofs, in_proof, nearest_ones, next_canary, proofs, ruled_out
 from tuner.study.crashes import CrashesSeen, CrashMemory, crashes_seen, most_crashes
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData, StudyState
@@ -35,11 +37,12 @@ from tuner.study.engine import (
     speculates,
     unsettled,
 )
-from tuner.study.evidence import costs_of, evidence_of, goal_of
-from tuner.study.hot import Running, cold_values, group, reachable
-from tuner.study.inherit import FIRST, in_space
+from tuner.study.evidence import Reader, costs_of, evidence_of, goal_of, goals_of
+from tuner.study.hot import Running, cold_values, group, reachable, scope_to_try
+from tuner.study.inherit import best_of_stale, in_space, respelled
 from tuner.study.journal import Entry, Journal
 from tuner.study.place import Place
+from tuner.study.plain import NO_PLAIN, out_of_race, plain_due
 from tuner.study.planner import (
     FRUITLESS,
     STRAY,
@@ -54,6 +57,7 @@ from tuner.study.planner import (
     TakeOver,
     Tell,
     Wait,
+    due_again,
     hot_in,
     idle,
     invalid_block,
@@ -168,6 +172,7 @@ class Controller:
         self._names: dict[str, str] = {}
         self._up: _Up | None = None
         self._asked_of: tuple[int, int] | None = None
+        self._reader = Reader()
         self._known: tuple[StudyData | None, Proofs] = (None, NOTHING)
         self._asked_for: tuple[StudyData | None, Planned | None] = (None, None)
 
@@ -188,6 +193,9 @@ class Controller:
             data = self._recover()
             if isinstance(self._next(data), Done) and data.state == "done":
                 return data
+            self._note_scope(data)
+            if (why_not := out_of_race(data.space, self.engine)) and not any(e.kind == NO_PLAIN for e in data.events):
+                self._event(NO_PLAIN, why_not)
             self.store.set_state("running")
         try:
             return self._work()
@@ -196,6 +204,14 @@ class Controller:
                 with self.shield():
                     self._end(self._up.slot, self._up.launch, self._up.server, interrupted=True)
             raise
+
+    def _note_scope(self, data: StudyData) -> None:
+        """Keeps what there is to try, once, whoever has begun the first trial: an import does so too."""
+        if self._universe is None or data.facts_of(SCOPE):
+            return
+        to_try = [each.candidate for i, each in self._universe.items() if i != data.baseline.id]
+        found = scope_to_try(to_try, hot_in(data, self._hot))
+        self.store.event(SCOPE, found.sentence, found.facts)
 
     def _work(self) -> StudyData:
         while True:
@@ -239,13 +255,15 @@ class Controller:
                 return lambda: self._measure(data, slot, levels, look=look)
             case Tell(number=number):
                 self._tell(data, data.trials[number])
-            case Confirm(confirmation=confirmation):
-                self.store.put_confirmation(confirmation)
+            case Confirm(confirmation=confirmation, reason=reason):
+                self.store.put_confirmation(confirmation, {"ended": reason, "trials": len(data.trials)})
                 named = " and ".join(self._named(data, c) for c in confirmation.finalists)
+                most = "" if data.budget.hours is None else "up to "
                 self._say(
                     "confirmation",
-                    f"confirming {named} in {confirmation.pairs} pairs with the baseline: the search measured each "
-                    "candidate once and so picks the lucky, and only fresh launches beside the baseline's can tell",
+                    f"confirming {named} in {most}{confirmation.pairs} pairs with the baseline: the search "
+                    "measured each candidate once and so picks the lucky, and only fresh launches beside the "
+                    "baseline's can tell",
                 )
             case TakeOver(number=number, repetition=repetition):
                 self.store.trials.take_over(number, self.place, repetition)
@@ -287,10 +305,10 @@ class Controller:
         return next_step(
             data,
             self.policy,
-            exhausted=self._exhausted(data) and not self._schedule_left(data),
+            exhausted=self._exhausted(data) and not self._unlisted_left(data),
             hot=self._hot,
             serving=self._up.launch if self._up else None,
-            exhausted_here=self._exhausted_here(data) and not self._schedule_here(data),
+            exhausted_here=self._exhausted_here(data) and not self._unlisted_here(data),
             place=self.place,
             busy=self.others(),
         )
@@ -347,7 +365,21 @@ class Controller:
         listed = space.listed()
         if listed is None:
             return None
-        return {i: each for i, each in listed.items() if not illegal(space, self.engine, each.candidate)}
+        legal = (each for each in listed.values() if not illegal(space, self.engine, each.candidate))
+        if self._kept_otherwise:
+            legal = (replace(each, candidate=self._as_kept(each.candidate)) for each in legal)
+        return {each.candidate.id: each for each in legal}
+
+    @cached_property
+    def _kept_otherwise(self) -> Mapping[str, Candidate]:
+        """The study's own candidates by the ids that the space has for them, where an earlier version wrote numbers
+        otherwise."""
+        data = self.store.data()
+        return {one.id: data.candidates[kept] for kept, one in respelled(data, data.space).items()}
+
+    def _as_kept(self, candidate: Candidate) -> Candidate:
+        """A candidate of the space as the study's records have it."""
+        return self._kept_otherwise.get(candidate.id, candidate)
 
     @cached_property
     def _proposer(self) -> Proposer:
@@ -357,7 +389,7 @@ class Controller:
         def legal(one: Candidate) -> bool:
             found = self._known[1]
             kept = ruled_out(space, one, found.refuted) is not None or in_proof(space, one, found.running)
-            return not kept and illegal(space, self.engine, one) is None
+            return not kept and one.id not in self._kept_otherwise and illegal(space, self.engine, one) is None
 
         return Proposer(space, data.seed, self._universe, legal)
 
@@ -366,7 +398,7 @@ class Controller:
         universe = self._reach(data, within)
         if universe is None:
             return False
-        left = universe.keys() - {trial.candidate_id for trial in data.trials} - self._hopeless(data)
+        left = universe.keys() - frozenset(_tried(data)) - self._hopeless(data)
         if not left or idle(data) < PATIENCE:
             return not left
         seen = self._crashes_seen(data)
@@ -383,13 +415,16 @@ class Controller:
         if self._asked_of == seen or not may_be_fruitless(data, self.policy):
             return data
         self._asked_of = seen
-        if self._planned(data) is not None:
+        if self._planned(data) is not None or self._unlisted_left(data):
             return data
-        why = self._proposer.fruitless(_tried(data), evidence_of(data), goal_of(data), self._hopeless(data))
+        why = self._proposer.fruitless(_tried(data), self._evidence(data), goals_of(data), self._hopeless(data))
         if not why:
             return data
         self._event(FRUITLESS, why)
         return self.store.data()
+
+    def _evidence(self, data: StudyData) -> Evidence:
+        return evidence_of(data, self._reader)
 
     def _crashes_seen(self, data: StudyData) -> CrashesSeen:
         return crashes_seen(data, self.crashes.elsewhere(data) if self.crashes is not None else ())
@@ -437,25 +472,29 @@ class Controller:
             self.store.put_candidate(data.baseline)
             self.store.trials.begin("baseline", data.baseline.id, None, self.place)
             return True
-        tried = {trial.candidate_id: trial for trial in reversed(data.trials)}  # each with its first trial
-        equal = {self._effects.of(data.candidates[c]): trial for c, trial in tried.items() if _was_measured(trial)}
+        told = sorted(data.trials, key=lambda trial: (trial.launched, -trial.number))
+        tried = {trial.candidate_id: trial for trial in told}  # each with the first that was launched, else its first
+        equal = {self._effects.of(data.candidates[c]): trial for c, trial in tried.items() if trial.launched}
+        settled = frozenset(_tried(data))
         seen = self._crashes_seen(data)
         proven = self._proofs(data)
         waiting: frozenset[str] = frozenset()
         if proven.running and self._universe is not None:
             listed = self._universe.items()
             waiting = frozenset(i for i, each in listed if in_proof(data.space, each.candidate, proven.running))
-            if not self._universe.keys() - tried.keys() - waiting - self._hopeless(data):
+            if not self._universe.keys() - settled - waiting - self._hopeless(data):
                 return False
-        proposal, drawn = self._propose(data, step, tried, seen, waiting)
-        candidate = proposal.candidate
+        proposal, drawn = self._propose(data, step, settled, seen, waiting)
+        candidate = self._as_kept(proposal.candidate)
         if in_proof(data.space, candidate, proven.running):
             return False
+        due = self._plain(data)  # whatever kept it from being launched before
+        anew = candidate.id in due_again(data) or (due is not None and due.id == candidate.id)
         self.store.put_candidate(candidate)
         same = equal.get(self._effects.of(candidate))
         if any(one is not None and one.running for one in (tried.get(candidate.id), same)):
             return False
-        if candidate.id in tried:
+        if candidate.id in tried and not anew:
             known = self._score(data, tried[candidate.id])
             why = f"the same as trial {tried[candidate.id].number}"
             self.store.trials.record("duplicate", candidate.id, proposal, known, why)
@@ -499,6 +538,8 @@ class Controller:
         if (first := self._first_of_stale(data, tried)) is not None:
             return first, False
         space, fixed = data.space, None
+        if (plain := self._within_reach(data, step, self._plain(data))) is not None:
+            return in_space(space, plain)[0] or Proposal(plain, {}, {}), True
         if step.within is None and (canary := next_canary(data, self._canaries, self._proofs(data))):
             return proposal_of(space, canary), False
         if step.within is not None:
@@ -509,11 +550,11 @@ class Controller:
             self._say("schedule", f"the blocks ask for other depths at other loads: trying {described(tried_next)}")
             return Proposal(tried_next, {}, {}), False
         launch = data.launch[step.within] if step.within is not None else None
-        costs = costs_of(data, self._hot, launch, stay=step.only)
+        costs = costs_of(data, hot_in(data, self._hot), launch, stay=step.only)
         history = self.store.trials.history
         hopeless = self._hopeless(data) | waiting
         proposal = self._proposer.propose(
-            _tried(data), history, evidence_of(data), goal_of(data), costs, fixed, hopeless
+            _tried(data), history, self._evidence(data), goal_of(data), costs, fixed, hopeless
         )
         stray = step.only and step.within is not None and not self._in_reach(data, step.within, proposal.candidate)
         running = {trial.candidate_id for trial in data.trials if trial.running}
@@ -553,28 +594,47 @@ class Controller:
             return True
         return search_over(data, self.policy, exhausted=False, needs=0, candidates=KEPT + 1) is not None
 
-    def _schedule_here(self, data: StudyData) -> bool:
-        """Whether a schedule is still to be tried that the launch which the search stays with can serve."""
+    def _plain(self, data: StudyData) -> Candidate | None:
+        """Plain decoding, where it is still to be tried beside a baseline that speculates."""
+        found = plain_due(data, self._effects.of)
+        if found is None or illegal(data.space, self.engine, found) is not None or self._failed(data, found):
+            return None
+        seen = self._crashes_seen(data)
+        few = len(seen.crashed) < most_crashes(data.budget.launches)
+        return found if few or seen.region(found.settings) is None else None
+
+    def _unlisted(self, data: StudyData) -> list[Candidate]:
+        """What a search that has nothing else left still tries: a schedule, plain decoding.
+
+        Behind its confirmation only those that had no launch left before a larger budget was given.
+        """
+        again = due_again(data) if data.confirmations or data.state == "done" else None
+        if again is not None and not again:
+            return []
+        asked = self._planned(data)
+        schedule = asked.candidate if asked is not None else None
+        found = [one for one in (self._plain(data), schedule) if one is not None]
+        return [one for one in found if again is None or one.id in again]
+
+    def _unlisted_here(self, data: StudyData) -> bool:
+        """Whether there is such that the launch which the search stays with can serve."""
         launch = group(data, self.place) if hot_in(data, self._hot) else None
-        found = self._planned(data) if launch is not None and self._reopens(data) else None
-        return found is not None and launch is not None and self._in_reach(data, launch.id, found.candidate)
+        return launch is not None and any(self._in_reach(data, launch.id, one) for one in self._unlisted(data))
 
-    def _schedule_left(self, data: StudyData) -> bool:
-        """Whether a schedule is still to be tried, which no space lists, and can be with the launches that are left."""
-        if launches_left(data, self.policy) < 1:
-            return self._schedule_here(data)
-        return self._reopens(data) and self._planned(data) is not None
+    def _unlisted_left(self, data: StudyData) -> bool:
+        """Whether there is such that can be tried with the launches that are left."""
+        return self._unlisted_here(data) if launches_left(data, self.policy) < 1 else bool(self._unlisted(data))
 
-    def _reopens(self, data: StudyData) -> bool:
-        """Whether a schedule may go on a search that has nothing else left: not behind its confirmation."""
-        return not data.confirmations and data.state != "done"
+    def _within_reach(self, data: StudyData, step: Begin, candidate: Candidate | None) -> Candidate | None:
+        """A candidate, where there is a launch for it."""
+        if candidate is None or (step.only and step.within and not self._in_reach(data, step.within, candidate)):
+            return None
+        return candidate
 
     def _schedule(self, data: StudyData, step: Begin) -> Planned | None:
         """The schedule that is to be tried next, where there is one, and a launch for it."""
         found = self._planned(data)
-        if found is None or (step.only and step.within and not self._in_reach(data, step.within, found.candidate)):
-            return None
-        return found
+        return found if found is not None and self._within_reach(data, step, found.candidate) is not None else None
 
     def _edge(self, data: StudyData, step: Begin) -> Callable[[], object] | None:
         """What measures a block beside a change of the schedule that is tried next, or brings up its server.
@@ -618,20 +678,24 @@ class Controller:
 
     def _comes_first(self, data: StudyData, step: Begin) -> bool:
         """Whether something else than a schedule is tried next (`_propose`)."""
-        if self._first_of_stale(data, [trial.candidate_id for trial in data.trials]) is not None:
+        if self._first_of_stale(data, _tried(data)) is not None:
             return True
-        return step.within is None and next_canary(data, self._canaries, self._proofs(data)) is not None
+        if step.within is None and next_canary(data, self._canaries, self._proofs(data)) is not None:
+            return True
+        return self._within_reach(data, step, self._plain(data)) is not None
 
     def _bad(self, data: StudyData, candidate: Candidate) -> bool:
         """Whether a candidate is known not to work, here or from other studies: nothing is launched for it."""
-        failed = any(
-            trial.candidate_id == candidate.id and trial.constraints.get("launch", 0) > 0 for trial in data.trials
-        )
-        if failed or (self.crashes is not None and self.crashes.known(data, candidate)):
+        return self._failed(data, candidate) or self._crashes_seen(data).region(candidate.settings) is not None
+
+    def _failed(self, data: StudyData, candidate: Candidate) -> bool:
+        """Whether it was launched and did not work, here or in another study, or has a value whose canary failed."""
+        launched = [trial for trial in data.trials if trial.launched and trial.candidate_id == candidate.id]
+        if any(trial.constraints.get("launch", 0) > 0 for trial in launched):
             return True
-        if ruled_out(data.space, candidate, self._proofs(data).refuted):
+        if self.crashes is not None and self.crashes.known(data, candidate):
             return True
-        return self._crashes_seen(data).region(candidate.settings) is not None
+        return ruled_out(data.space, candidate, self._proofs(data).refuted) is not None
 
     def _edges_elsewhere(self, data: StudyData) -> bool:
         """Whether another living worker is about to measure beside a change, or does."""
@@ -646,12 +710,10 @@ class Controller:
 
     def _first_of_stale(self, data: StudyData, tried: Collection[str]) -> Proposal | None:
         """The best of what an earlier study measured under other conditions, before anything else is tried."""
-        stale = [one for one in data.imports if one.state == "stale" and one.value is not None]
-        stale.sort(key=lambda one: -(one.value or 0.0))
-        for one in stale[:FIRST]:
-            candidate = data.candidates[one.candidate_id]
-            if candidate.id not in tried:
-                return in_space(data.space, candidate)[0]
+        for candidate in best_of_stale(data.imports):
+            found, _ = in_space(data.space, data.candidates[candidate])
+            if candidate not in tried and found is not None:
+                return found
         return None
 
     def _score(self, data: StudyData, trial: StoredTrial) -> Score:
@@ -962,6 +1024,7 @@ class Controller:
         known = {(launch.id, launch.slot) for launch in data.launches}
         known |= {(each.launch_id, each.slot) for each in data.reconfigurations}
         alone = not self.siblings()  # what another one at work here has written is its own to keep
+        taken: set[int] = set()
         for entry in self.journal.everything() if alone else self.journal.entries():
             if (entry.launch, entry.slot.whole) not in known:
                 continue  # the database is an older copy: what the block was measured against is not in it
@@ -971,11 +1034,16 @@ class Controller:
                 self.store.put_block(entry.launch, entry.slot, entry.block)
             except AlreadyMeasured:
                 continue
+            taken.add(entry.launch)
             self._event(
                 "taken_over",
                 f"{self._named(data, entry.slot.candidate_id)}: a block at {entry.block.concurrency} that was measured "
                 "before the last run ended is taken over",
             )
+        now = self.store.data() if taken else data
+        for launch in now.launches:
+            if launch.id in taken and launch.state == "interrupted":
+                self._close(now, launch)  # it may have given all that it was for, and then it counts
 
     def _end(self, slot: Slot, launch: int, server: RunningServer | None, *, interrupted: bool = False) -> None:
         """Ends the server and whatever carries the launch's marker, and closes the launch."""
@@ -1110,10 +1178,6 @@ class Controller:
         self._say(kind, message, **facts)
 
 
-def _was_measured(trial: StoredTrial) -> bool:
-    return trial.kind in ("baseline", "measured", "imported")
-
-
 def _nothing() -> None:
     """For what was done when it was decided."""
 
@@ -1140,5 +1204,6 @@ def block_seed(study_seed: int, slot: Slot, level: int) -> int:
 
 
 def _tried(data: StudyData) -> list[str]:
-    """The candidates of the trials, by number."""
-    return [trial.candidate_id for trial in data.trials]
+    """The candidates of the trials, by number; "" for those that are due again."""
+    again = due_again(data)
+    return ["" if trial.candidate_id in again else trial.candidate_id for trial in data.trials]

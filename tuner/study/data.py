@@ -17,6 +17,12 @@ ReconfigurationState = Literal["asked", "in_effect", "failed"]
 LaunchState = Literal["running", "done", "failed", "interrupted", "imported"]
 StudyState = Literal["new", "running", "interrupted", "stopped", "done"]
 
+BUDGET = "budget"
+"""The event of another budget; its fact is the first trial that it holds for, `from_trial`."""
+
+CONFIRMATION = "confirmation"
+"""The event of a round that begins, with why the search had ended by then, after so many trials."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -56,6 +62,11 @@ class StoredTrial:
     def slot(self) -> Slot:
         """What is measured for it. One that another place has taken over begins anew, as another repetition."""
         return Slot(self.candidate_id, "screen", self.repetition)
+
+    @property
+    def launched(self) -> bool:
+        """Whether a server measures it, or has, here or in an earlier study: else nobody knows what it is worth."""
+        return self.kind in ("baseline", "measured", "imported")
 
     @property
     def feasible(self) -> bool:
@@ -177,12 +188,16 @@ class Import:
 
 @dataclass(frozen=True)
 class StoredEvent:
-    """Something that happened, for the record and for `status`."""
+    """Something that happened, for the record and for `status`.
+
+    `message` is for a person; what a study decides by is in `facts`, which events of earlier versions do not have.
+    """
 
     id: int
     at: float
     kind: str
     message: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -240,6 +255,10 @@ class StudyData:
         """The launches at a place, in order."""
         return tuple(launch for launch in self.launches if launch.place == place)
 
+    def facts_of(self, kind: str) -> tuple[Mapping[str, Any], ...]:
+        """The facts of the events of a kind that have any, in order."""
+        return tuple(event.facts for event in self.events if event.kind == kind and event.facts)
+
     @property
     def measured(self) -> tuple[StoredTrial, ...]:
         """The trials that were launched, in order, the baseline not among them."""
@@ -249,6 +268,12 @@ class StudyData:
     def scored(self) -> tuple[StoredTrial, ...]:
         """The trials whose candidates are compared with the baseline: those launched here, and imported ones."""
         return tuple(trial for trial in self.trials if trial.kind in ("measured", "imported"))
+
+    @cached_property
+    def failed(self) -> frozenset[str]:
+        """The candidates whose own trial was told that they do not work, whatever a look at them said before."""
+        told = (trial for trial in self.measured if not trial.running)
+        return frozenset(trial.candidate_id for trial in told if trial.constraints.get("launch", 0.0) > 0)
 
     @property
     def simulated(self) -> bool:

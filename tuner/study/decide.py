@@ -14,7 +14,7 @@ from tuner.judge.verdict import overall_log_ratios, verdict
 from tuner.records import Block, Choice, Gate, Pair, Percentiles, Recommendation, Verdict
 from tuner.study.data import StudyData
 from tuner.study.edges import crossing_note
-from tuner.study.goodput import composites
+from tuner.study.goodput import composites, nobody_keeps
 from tuner.study.places import place_differences
 from tuner.study.planner import disqualified
 from tuner.study.policy import policy_of
@@ -44,6 +44,9 @@ def recommendation(data: StudyData) -> Recommendation:
         composites=_composites(data),
         places={launch.id: launch.place for launch in data.launches},
     )
+    if found.overall.finalist is not None and _nobody_keeps(data):
+        why = "nobody has goodput: no block keeps the limits of objective.slo"
+        found = replace(found, overall=Choice(None, None, None, None, None, why))
     notes = [f"Candidate {candidate} failed in confirmation and was left out." for candidate in sorted(dropped)]
     notes += [
         f"Candidate {candidate} was left out at concurrency {level}: {why}."
@@ -77,8 +80,16 @@ def _objective_notes(data: StudyData) -> list[str]:
         return [f"Overall means {objective.maximize} at concurrency {level}."]
     if objective.slo is not None:
         limits = ", ".join(f"{name} {value:g}" for name, value in objective.slo if value is not None)
-        return [f"Overall means goodput: tokens per second at the best load where nine in ten requests keep {limits}."]
+        said = f"Overall means goodput: tokens per second at the best load where nine in ten requests keep {limits}."
+        return [said, none] if (none := _nobody_keeps(data)) else [said]
     return [_pareto_note(data)] if objective.maximize == "pareto" else []
+
+
+def _nobody_keeps(data: StudyData) -> str:
+    """That no valid block keeps the limits of `goodput`, in a sentence; "" where one does, or nothing is limited so."""
+    slo = data.space.objective.slo
+    blocks = [b.block for b in data.blocks.values() if b.block.valid and b.concurrency in data.levels]
+    return nobody_keeps(blocks, slo) if slo is not None else ""
 
 
 def _pareto_note(data: StudyData) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tuner.records import Candidate
-from tuner.search.crossing import Change, Crossing, crossings, ratio, sides
+from tuner.search.crossing import Change, Crossing, Curve, crossings, ratio, sides
 from tuner.search.shape import shape_at
 from tuner.space.space import SPECULATIVE
 from tuner.study.data import Slot, StudyData
@@ -25,6 +25,14 @@ CLOSE = 1.2
 
 ROUNDS = 3
 """Times that a change is looked for, at most."""
+
+APART = 2.0
+"""Standard deviations by which two depths that both draft have to differ at either end of a change, or its place is not
+worth a block: what noise has made is nowhere. Between a depth and plain decoding any change is looked for."""
+
+
+ROUNDING = 1e-6
+"""Requests by which a limit of an interval, which was a logarithm, may be off."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ def edge_due(data: StudyData, policy: Policy, asked: Planned, legal: Callable[[C
 def _wanted(data: StudyData, asked: Planned, change: Change) -> list[Edge]:
     """What is missing around the present place of a change, in an order of few changes of the server's settings."""
     before, after = asked.curves[change.before], asked.curves[change.after]
+    if change.before and change.after and not _told_apart(before, after, change):
+        return []
     known = sorted(load for load in before.keys() & after.keys() if change.low <= load <= change.high)
     fresh = [load for load in known if load not in data.levels]
     near_below = any(change.place / CLOSE <= load <= change.place for load in known)
@@ -70,6 +80,15 @@ def _wanted(data: StudyData, asked: Planned, change: Change) -> list[Edge]:
     below, above = sides(change.place)
     order = [(below, deep), (below, other), (above, other), (above, deep)]
     return [Edge(one, load, deep) for load, one in order if change.low < load < change.high]
+
+
+def _told_apart(before: Curve, after: Curve, change: Change) -> bool:
+    """Whether each is the faster one at its own end, noise apart; not where one was not measured there."""
+    gain = ratio(after, before)
+    if change.low not in gain or change.high not in gain:
+        return False
+    (low, low_sd), (high, high_sd) = gain[change.low], gain[change.high]
+    return low < -APART * low_sd and high > APART * high_sd
 
 
 def constant(data: StudyData, family: Family, depth: int) -> Candidate:
@@ -141,7 +160,7 @@ def crossing_note(data: StudyData, candidate: Candidate) -> str:
 
 
 def _said(one: Crossing, lowest: int, highest: int) -> str:
-    low, high = math.floor(one.low), math.ceil(one.high)
+    low, high = math.floor(one.low + ROUNDING), math.ceil(one.high - ROUNDING)
     limits = f"{low}{' or fewer' * (low <= lowest)} to {high}{' or more' * (high >= highest)}"
     if one.rising:
         return f"from about {math.ceil(one.at)} requests at once on (95 %: {limits})"

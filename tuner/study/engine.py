@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -13,7 +14,14 @@ from tuner.engines.container import contained, listens_on
 from tuner.engines.nccl import contradictory, impossible
 from tuner.records import Block, Candidate, Failure, Gate, LaunchRecord, Setting
 from tuner.space import Space
+from tuner.space.space import SPECULATIVE
 from tuner.study.belied import belied
+
+COMMAND = "command"
+"""The kind of engine that is known to take no other values than a space lists."""
+
+DRAWN = 200
+"""Candidates that are drawn from a space that cannot be listed, to see whether any may be launched."""
 
 
 class Mismatch(Protocol):
@@ -87,6 +95,20 @@ def split(candidate: Candidate) -> tuple[dict[str, Setting], dict[str, str | Non
     return settings, env
 
 
+def fixed_args(space: Space, engine: StudyEngine, settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """What is fixed for a candidate: `engine.args`, for one that is not to speculate without what says how to.
+
+    What no running server can be changed in stays: launched without it, it could not serve those that speculate. So
+    does all that a command line of the user's is made of.
+    """
+    if settings.get("speculation") != "none" or space.kind == COMMAND:
+        return space.args
+    idle, hot = SPECULATIVE | {"speculation"}, hot_settings(engine)
+    if any(parameter.name in hot for parameter in space.parameters):
+        idle = idle & hot
+    return {name: value for name, value in space.args.items() if name not in idle}
+
+
 def illegal(space: Space, engine: StudyEngine, candidate: Candidate) -> str | None:
     """Why a candidate must not be launched: a rule of the space, or of the engine, by its model and GPUs too.
 
@@ -95,14 +117,30 @@ def illegal(space: Space, engine: StudyEngine, candidate: Candidate) -> str | No
     if why := space.forbidden(candidate):
         return why
     settings, env = split(candidate)
-    problems = engine.problems(space.args, settings)
+    args = fixed_args(space, engine, settings)
+    problems = engine.problems(args, settings)
     if not problems and isinstance(engine, Modelled):
-        problems = engine.model_problems(space.model, space.args, settings)
+        problems = engine.model_problems(space.model, args, settings)
     problems += contradictory({**space.env, **env})
     if isinstance(engine, Placed) and engine.fabric is not None:
         tp = settings.get("tp", space.args.get("tp", 1))
         problems += impossible(env, engine.fabric.facts(tp) if isinstance(tp, int) else {})
     return "; ".join(problems) or None
+
+
+def none_drawn(space: Space, engine: StudyEngine) -> str:
+    """What to know of a space that cannot be listed, where none of many candidates drawn from it may be launched.
+
+    "" where one may: then nothing is known.
+    """
+    reasons: Counter[str] = Counter()
+    for candidate in space.drawn(DRAWN):
+        why = "it is the baseline" if candidate.id == space.baseline.id else illegal(space, engine, candidate)
+        if why is None:
+            return ""
+        reasons[why] += 1
+    said = "; ".join(f"{count} of them: {why}" for why, count in reasons.most_common(3))
+    return f"of {DRAWN} candidates drawn at random none may be tried ({said})"
 
 
 def launch_record(
@@ -121,7 +159,7 @@ def launch_record(
     its worker.
     """
     settings, env = split(candidate)
-    args = space.args
+    args = fixed_args(space, engine, settings)
     if space.container is not None and isinstance(engine, Installed):
         args = {"version": "unknown", **args}  # what is installed here says nothing about the image
     record = engine.record(
@@ -134,7 +172,7 @@ def launch_record(
     )
     record = replace(record, settings=dict(candidate.settings))
     if space.container is None:
-        return settled(record) if record.engine == "command" else record
+        return settled(record) if record.engine == COMMAND else record
     named = image or space.container.image
     record = replace(record, engine_version=in_image(record.engine_version, named))
     return contained(record, space.container, named, (space.api_key_env,) if space.api_key_env else ())

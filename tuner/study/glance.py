@@ -14,11 +14,12 @@ import sqlalchemy as sa
 
 from tuner.records import Candidate
 from tuner.study import tables as t
-from tuner.study.data import Budget, Confirmation, Slot, StoredTrial, StudyState
+from tuner.study.ahead import SCOPE, Pace, Scope, SoFar, ahead, scope_of
+from tuner.study.data import BUDGET, CONFIRMATION, Budget, Confirmation, Slot, StoredTrial, StudyState
 from tuner.study.looks import OUT, Look, saved
 from tuner.study.places import PlaceWork
-from tuner.study.policy import planned_pairs, policy_for
-from tuner.study.summary import Incumbent, Summary, best_of, planned_launches, trial_counts
+from tuner.study.policy import policy_for, usual
+from tuner.study.summary import Incumbent, Summary, best_of, settled, trial_counts
 
 EVENTS = 5
 LATEST_OUT = 3
@@ -55,31 +56,31 @@ def glance(connection: sa.Connection, name: str, trials: Sequence[StoredTrial], 
     places = look.places(baseline, confirmations)
     named = {trial.candidate_id for trial in out} | {place.now for place in places if place.now}
     settings = look.candidates(named | ({best.candidate_id} if best else set()))
-    states = look.states()
-    used = sum(count for state, count in states.items() if state not in ("interrupted", "imported"))
-    levels = len(row.space["workload"]["concurrency"])
-    each_s = look.mean_launch_s(baseline, levels)
-    left = planned_launches(
-        row.state,
-        budget,
-        planned_pairs(budget.launches, policy_for(row.space["profile"], row.fingerprint, budget.launches)),
-        used=used,
-        confirmed=look.confirmed(),
+    launches = look.states()
+    counted = {key: count for key, count in launches.items() if key[1] not in ("interrupted", "imported")}
+    done = SoFar(
         measured=len(measured),
-        confirmations=confirmations,
+        settled=settled(trials),
+        used=sum(counted.values()),
+        searched=sum(count for (role, _), count in counted.items() if role != "confirm"),
+        confirmed=launches.get(("confirm", "done"), 0),
+        rounds=tuple(confirmations),
+        elapsed_s=look.elapsed_s(),
+        more=look.more(),
     )
+    looked, candidate_s = look.looks(measured, baseline)
     valid = look.valid()
     found = Summary(
         trials=trial_counts(trials, working=working),
         failures=look.failures(),
-        launches_used=used,
-        interrupted=states.get("interrupted", 0),
+        launches_used=done.used,
+        interrupted=sum(count for (_, state), count in launches.items() if state == "interrupted"),
         blocks=valid.get(True, 0),
         invalid_blocks=valid.get(False, 0),
         incumbent=Incumbent(settings[best.candidate_id], best.value or 0.0) if best else None,
-        elapsed_s=look.elapsed_s(),
-        left_s=left * each_s if each_s else None,
-        looks=look.looks(measured, baseline),
+        elapsed_s=done.elapsed_s,
+        left_s=look.left_s(row, budget, done, baseline, candidate_s),
+        looks=looked,
     )
     events = look.events()
     return Glance(
@@ -101,9 +102,11 @@ class _Look:
         query = sa.select(*columns).select_from(of).where(of.c.study == self.name, *where).group_by(*by)
         return self.connection.execute(query).all()
 
-    def states(self) -> dict[str, int]:
+    def states(self) -> dict[tuple[str, str], int]:
+        """(role, state) → launches."""
         c = t.launches.c
-        return dict(self._all(c.state, sa.func.count(), of=t.launches, by=[c.state]))
+        rows = self._all(c.role, c.state, sa.func.count(), of=t.launches, by=[c.role, c.state])
+        return {(role, state): count for role, state, count in rows}
 
     def failures(self) -> dict[str, int]:
         # Counted here: PostgreSQL takes an expression with a parameter in it for another one where it groups by it.
@@ -113,11 +116,6 @@ class _Look:
     def valid(self) -> dict[bool, int]:
         c = t.blocks.c
         return {bool(good): count for good, count in self._all(c.valid, sa.func.count(), of=t.blocks, by=[c.valid])}
-
-    def confirmed(self) -> int:
-        c = t.launches.c
-        where = [c.role == "confirm", c.state == "done"]
-        return int(self._all(sa.func.count(), of=t.launches, where=where)[0][0])
 
     def confirmations(self) -> list[Confirmation]:
         c, a = t.confirmations.c, t.abandoned.c
@@ -145,6 +143,12 @@ class _Look:
         query = sa.select(c.kind, c.message).where(c.study == self.name).order_by(c.id.desc()).limit(EVENTS)
         return tuple((row.kind, row.message) for row in reversed(self.connection.execute(query).all()))
 
+    def more(self) -> bool:
+        """Whether a larger budget was given since the last round of confirmation began."""
+        c = t.events.c
+        query = sa.select(c.kind).where(c.study == self.name, c.kind.in_((BUDGET, CONFIRMATION)))
+        return bool(self.connection.execute(query.order_by(c.id.desc()).limit(1)).scalar() == BUDGET)
+
     # -- times ------------------------------------------------------------------------------------------------------
 
     def elapsed_s(self) -> float:
@@ -164,19 +168,43 @@ class _Look:
         ends = (c.block["started_at"].as_float(), c.block["window_s"].as_float())
         return [began + window for began, window in self._all(*ends, of=t.blocks, where=where)]
 
-    def mean_launch_s(self, baseline: str, levels: int) -> float:
-        """As `planner.mean_launch_s`."""
-        c, b = t.launches.c, t.blocks.c
-        changed = {row[0] for row in self._all(t.reconfigurations.c.launch, of=t.reconfigurations)}
-        raced = bool(self._all(b.id, of=t.blocks, where=[b.role == "look", b.id == self._first_look()]))
-        took = sa.func.avg(sa.case((c.ended_at > c.started_at, c.ended_at - c.started_at), else_=0.0))
-        done = [c.state == "done"]
-        mean = self._all(took, of=t.launches, where=done)[0][0]
-        if mean is not None and not changed and not raced:
-            return float(mean)
-        start = self._all(sa.func.avg(c.ready_at - c.started_at), of=t.launches, where=[c.ready_at.is_not(None)])[0][0]
+    def left_s(self, row: Any, budget: Budget, done: SoFar, baseline: str, candidate_s: float) -> float | None:
+        """As `summary.time_left_s`; `candidate_s` is what a candidate takes that is looked at, 0 where none was."""
+        levels, profile, raced = len(row.space["workload"]["concurrency"]), row.space["profile"], self._raced()
+        each, there = self._usual_launch_s(baseline, levels, raced), self._scope()
+        if not each or row.state == "done":
+            return 0.0 if each else None
+        pace = Pace(each)
+        if there.groups is not None or raced:
+            slot_s = self._whole_slot_s(baseline, levels, raced) or 0.0
+            pace = Pace(max(0.0, each - slot_s), slot_s, candidate_s or slot_s)
+        policy = policy_for(profile, row.fingerprint, budget.launches)
+        return ahead(budget, policy, profile, levels, there, pace, done).seconds
+
+    def _scope(self) -> Scope:
+        """As `summary.scope`."""
+        if t.event_facts.name not in self.there:
+            return Scope()
+        c, f = t.events.c, t.event_facts.c
+        query = sa.select(f.facts).join(t.events, c.id == f.event).where(c.study == self.name, c.kind == SCOPE)
+        return scope_of(self.connection.execute(query.order_by(c.id.desc()).limit(1)).scalar() or {})
+
+    def _raced(self) -> bool:
+        """Whether any candidate was looked at."""
+        b = t.blocks.c
+        return bool(self._all(b.id, of=t.blocks, where=[b.role == "look", b.id == self._first_look()]))
+
+    def _usual_launch_s(self, baseline: str, levels: int, raced: bool) -> float:
+        """As `planner.usual_launch_s`."""
+        c = t.launches.c
+        changed = self._all(t.reconfigurations.c.launch, of=t.reconfigurations)
+        rows = self._all(c.state, c.started_at, c.ready_at, c.ended_at, of=t.launches)
+        done = [row for row in rows if row.state == "done" and row.ended_at is not None]
+        if len(done) > 1 and not changed and not raced:
+            return usual([max(0.0, row.ended_at - row.started_at) for row in done])
+        starts = [row.ready_at - row.started_at for row in rows if row.ready_at is not None]
         whole = self._whole_slot_s(baseline, levels, raced)
-        return float(start) + whole if start is not None and whole is not None else 0.0
+        return usual(starts) + whole if starts and whole is not None else 0.0
 
     def _first_look(self) -> Any:
         b = t.blocks.c
@@ -194,15 +222,15 @@ class _Look:
                 return float(levels * each)
         return None
 
-    def looks(self, measured: Sequence[StoredTrial], baseline: str) -> str:
-        """As `looks.looks_saved`."""
+    def looks(self, measured: Sequence[StoredTrial], baseline: str) -> tuple[str, float]:
+        """As `looks.looks_saved`; and as `planner.search_slot_s` where candidates were looked at, else 0."""
         b = t.blocks.c
         columns = (b.candidate, b.role, b.repetition, b.concurrency, b.valid)
         seconds = (b.block["warmup_s"].as_float(), b.block["window_s"].as_float())
         looked = sa.select(b.candidate).where(b.study == self.name, b.role == "look")
         where = [b.role.in_(("look", "screen")), b.candidate.in_(looked) | (b.candidate == baseline)]
         if not self.connection.execute(looked.limit(1)).first():
-            return ""
+            return "", 0.0
         seen: dict[Slot, list[Look]] = {}
         usual = []
         for candidate, role, repetition, level, valid, warmup_s, window_s in self._all(
@@ -213,7 +241,11 @@ class _Look:
             else:
                 look = Look(level, bool(valid), warmup_s, window_s)
                 seen.setdefault(Slot(candidate, role, repetition), []).append(look)
-        return saved(measured, seen, sum(usual) / len(usual) if usual else 0.0).sentence
+        told = [trial.slot for trial in measured if not trial.running and trial.constraints.get("launch", 1.0) <= 0]
+        told = [slot for slot in told if slot.look in seen]
+        looks = [look for slot in told for each in (slot.look, slot) for look in seen.get(each, ())]
+        candidate_s = sum(look.warmup_s + look.window_s for look in looks) / len(told) if told else 0.0
+        return saved(measured, seen, sum(usual) / len(usual) if usual else 0.0).sentence, candidate_s
 
     # -- places -----------------------------------------------------------------------------------------------------
 

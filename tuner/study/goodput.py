@@ -20,11 +20,16 @@ def keeps(block: Block, slo: SloSection) -> bool:
 
     A latency that is not known does not count against it, but for the time per token: throughput tells its mean.
     """
+    return all(value <= limit for _, value, limit in _told(block, slo))
+
+
+def _told(block: Block, slo: SloSection) -> list[tuple[str, float, float]]:
+    """Name, p90 and limit of every latency that is limited and known, in milliseconds."""
     tpot = block.tpot_ms.p90
     if tpot is None and block.per_stream_tokens_per_s > 0:
         tpot = 1000 / block.per_stream_tokens_per_s
-    told = ((block.ttft_ms.p90, slo.ttft_ms), (tpot, slo.tpot_ms), (block.e2e_ms.p90, slo.e2e_ms))
-    return all(limit is None or value is None or value <= limit for value, limit in told)
+    p90 = {"ttft_ms": block.ttft_ms.p90, "tpot_ms": tpot, "e2e_ms": block.e2e_ms.p90}
+    return [(name, ms, most) for name, most in slo if most is not None and (ms := p90[name]) is not None]
 
 
 def goodput(blocks: Iterable[Block], slo: SloSection) -> float:
@@ -35,11 +40,13 @@ def goodput(blocks: Iterable[Block], slo: SloSection) -> float:
 
 
 def log_gain(pairs: Iterable[Pair], blocks: Mapping[int, StoredBlock], slo: SloSection) -> float:
-    """ln(goodput of the candidate / the baseline's) of pairs of one index, one a level."""
+    """ln(goodput of the candidate / the baseline's) of pairs of one index, one a level; 0 where neither has any."""
     some = list(pairs)
-    before = goodput((blocks[pair.baseline_block].block for pair in some), slo)
-    after = goodput((blocks[pair.candidate_block].block for pair in some), slo)
-    return math.log(after / before)
+    before = [blocks[pair.baseline_block].block for pair in some]
+    after = [blocks[pair.candidate_block].block for pair in some]
+    if best_level((*before, *after), slo) is None:
+        return 0.0
+    return math.log(goodput(after, slo) / goodput(before, slo))
 
 
 def composites(
@@ -56,3 +63,21 @@ def composites(
 def best_level(blocks: Iterable[Block], slo: SloSection) -> int | None:
     """The highest level at which any of these blocks keeps the limits."""
     return max((block.concurrency for block in blocks if keeps(block, slo)), default=None)
+
+
+def nobody_keeps(blocks: Sequence[Block], slo: SloSection) -> str:
+    """A sentence for where none of these blocks keeps the limits, with the least of each latency; "" where one does."""
+    if not blocks or best_level(blocks, slo) is not None:
+        return ""
+    least: dict[str, tuple[float, int, float]] = {}
+    for block in blocks:
+        for name, ms, most in _told(block, slo):
+            least[name] = min(least.get(name, (math.inf, 0, most)), (ms, block.concurrency, most))
+    seen = "; ".join(
+        f"the lowest p90 of {name} was {ms:.4g} ms at concurrency {level}, limit {most:g} ms"
+        for name, (ms, level, most) in least.items()
+    )
+    return (
+        f"No block keeps these limits, the baseline's as little as any candidate's: nobody has goodput, and none wins "
+        f"overall ({seen}). Raise the limits, or name a lower concurrency."
+    )

@@ -13,14 +13,10 @@ from dataclasses import dataclass
 from tuner.records import Candidate, Setting
 from tuner.space import Space
 from tuner.space.space import SPECULATIVE
+from tuner.study.ahead import Scope
 from tuner.study.data import Slot, StoredLaunch, StudyData
+from tuner.study.policy import HOT_BASELINE_EVERY, LEAST_ROW, MOST_ROW
 from tuner.study.wear import worn
-
-HOT_BASELINE_EVERY = {"short": 4, "full": 3}
-"""On one running server the baseline is measured again after so many candidates, so that drift cancels."""
-
-LEAST_ROW, MOST_ROW = 4, 16
-"""Candidates in a row that are sought among those a running server can serve, at least and at most."""
 
 LOST_CAUSE = 3
 """Changes in a row that failed on running servers, or servers in a row that changes have worn, after which the study
@@ -41,6 +37,12 @@ def cold_part(hot: Iterable[str], settings: Mapping[str, Setting]) -> tuple[tupl
     """What of a candidate's settings needs a launch."""
     idle = SPECULATIVE if settings.get("speculation") == "none" else frozenset()
     return tuple(sorted((name, value) for name, value in settings.items() if name not in set(hot) | idle))
+
+
+def scope_to_try(candidates: Iterable[Candidate], hot: frozenset[str]) -> Scope:
+    """What there is to try of these candidates, where `hot` settings can be changed on a running server."""
+    parts = [cold_part(hot, candidate.settings) for candidate in candidates]
+    return Scope(len(parts), len(set(parts)) if hot else None)
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ def cold_values(space: Space, hot: Iterable[str], candidate: Candidate) -> dict[
         if parameter.name in hot or parameter.name not in candidate.settings:
             continue
         value = candidate.settings[parameter.name]
-        if parameter.domain is not None and value not in parameter.domain:
+        if parameter.offered(value) != value:
             return None
         found[parameter.name] = value
     return found

@@ -13,9 +13,19 @@ from dataclasses import replace
 from tuner.engines.simulated.blocks import BlockSource
 from tuner.records import Candidate, LaunchRecord, StoredBlock
 from tuner.space import Space
+from tuner.study.ahead import SCOPE
 from tuner.study.controller import HOST
-from tuner.study.data import Budget, Confirmation, Reconfiguration, Slot, StoredLaunch, StoredTrial, StudyData
-from tuner.study.hot import reachable
+from tuner.study.data import (
+    Budget,
+    Confirmation,
+    Reconfiguration,
+    Slot,
+    StoredEvent,
+    StoredLaunch,
+    StoredTrial,
+    StudyData,
+)
+from tuner.study.hot import reachable, scope_to_try
 from tuner.study.planner import Begin, Confirm, Done, Launch, Measure, Tell, next_step, share_of_window, to_measure
 from tuner.study.policy import POLICIES, Policy
 from tuner.study.score import score
@@ -59,6 +69,8 @@ class _Study:
         self.hot = hot
         self.changes: list[Reconfiguration] = []
         self.up: tuple[int, Slot] | None = None
+        there = scope_to_try(universe.values(), hot)
+        self.scope = StoredEvent(1, 0.0, SCOPE, there.sentence, there.facts)
 
     def run(self) -> StudyData:
         while True:
@@ -107,6 +119,7 @@ class _Study:
             launches=tuple(self.launches),
             blocks=dict(self.blocks),
             confirmations=tuple(self.confirmations),
+            events=(self.scope,),
             reconfigurations=tuple(self.changes),
         )
 

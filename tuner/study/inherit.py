@@ -7,19 +7,23 @@ stale: none is taken, but the best of their candidates are tried first. What the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice, product
 from typing import Any, Literal
 
 from tuner.records import Candidate, Setting
-from tuner.space import Listed, Space
+from tuner.space import Space
 from tuner.study.data import Import, Slot, StoredBlock, StoredLaunch, StoredTrial, StudyData
 from tuner.study.place import Place
 from tuner.study.sampler import Proposal, proposal_of
 from tuner.study.score import Score, score
-from tuner.study.store import StudyStore
+from tuner.study.store import IMPORTED, StudyStore
 
 State = Literal["taken", "stale", "outside", "failed", "unfinished"]
+
+MOST_TRIED = 256
+"""Combinations of values without effect that are tried, at most, to make up a candidate that does not say them."""
 
 FIRST = 3
 """Stale candidates that a study tries first."""
@@ -57,9 +61,10 @@ class Inheritance:
         taken, stale = self.of("taken"), self.of("stale")
         said = [f"study '{self.study}': {_candidates(len(taken))} taken as measured there"]
         if stale:
+            first = "; the best of them are tried first" if any((one.value or 0.0) > 0 for one in stale) else ""
             said.append(
                 f"{_candidates(len(stale))} measured there {'is' if len(stale) == 1 else 'are'} stale and not mixed in "
-                f"({'; '.join(self.changed)}); the best of them are tried first"
+                f"({'; '.join(self.changed)}){first}"
             )
         outside = self.of("outside")
         if outside:
@@ -73,6 +78,62 @@ class Inheritance:
         if not self.found:
             said.append("no candidate was measured there")
         return said
+
+
+def best_of_stale(imports: Iterable[Import]) -> list[str]:
+    """The candidates that are tried before any other, best first: those that were faster than their baseline."""
+    stale = [(one.value, one.candidate_id) for one in imports if one.state == "stale" and (one.value or 0.0) > 0]
+    return [candidate for _, candidate in sorted(stale, key=lambda each: -(each[0] or 0.0))[:FIRST]]
+
+
+def taken_from(data: StudyData, source: str) -> bool:
+    """Whether a study was begun with what an earlier one had, even where that was nothing."""
+    begun = any(facts["source"] == source for facts in data.facts_of(IMPORTED))
+    return begun or any(one.source == source for one in data.imports)
+
+
+def respelled(data: StudyData, space: Space) -> dict[str, Candidate]:
+    """The candidates of a study, by their ids, whose numbers a person writes otherwise: as the space has them now.
+
+    Earlier versions kept sums of steps as they come out in binary (0.7999999999999999 for 0.8).
+    """
+    found: dict[str, Candidate] = {}
+    known = set(data.candidates)
+    for name, candidate in data.candidates.items():
+        values = space.written(candidate.settings)
+        if all(type(value) is type(now := values[key]) and value == now for key, value in candidate.settings.items()):
+            continue
+        written = Candidate(values)
+        if name != data.baseline.id and written.id not in known:
+            found[name] = written
+            known.add(written.id)
+    return found
+
+
+def as_written(old: StudyData, space: Space) -> StudyData:
+    """The study's search with the numbers of the space's ranges as a person writes them, its baseline as it is."""
+    moved = respelled(old, space)
+    if not moved:
+        return old
+
+    def named(name: str) -> str:
+        return moved[name].id if name in moved else name
+
+    def slot(of: Slot) -> Slot:
+        return replace(of, candidate_id=named(of.candidate_id))
+
+    return replace(
+        old,
+        candidates={named(name): moved.get(name, candidate) for name, candidate in old.candidates.items()},
+        trials=tuple(
+            replace(each, candidate_id=named(each.candidate_id), params=space.written(each.params))
+            for each in old.trials
+        ),
+        launches=tuple(replace(each, slot=slot(each.slot)) for each in old.launches),
+        reconfigurations=tuple(replace(each, slot=slot(each.slot)) for each in old.reconfigurations),
+        blocks={i: replace(each, candidate_id=named(each.candidate_id)) for i, each in old.blocks.items()},
+        confirmations=tuple(replace(each, finalists=tuple(map(named, each.finalists))) for each in old.confirmations),
+    )
 
 
 def inherit(old: StudyData, space: Space, now: Mapping[str, Any]) -> Inheritance:
@@ -100,6 +161,9 @@ def changes_since(old: StudyData, space: Space, now: Mapping[str, Any]) -> list[
     ]
     old_machine, machine = then.get("hardware") or {}, now.get("hardware") or {}
     pairs += [(f"hardware, {key}", old_machine[key], machine.get(key)) for key in old_machine if key in machine]
+    if before.container is not None and space.container is not None:  # of one alone the image tells
+        was_in, is_in = (each.model_dump(exclude={"image"}) for each in (before.container, space.container))
+        pairs += [(f"container, {key}", was_in[key], is_in[key]) for key in is_in]
     return [f"{name}: was {was!r}, is now {is_now!r}" for name, was, is_now in pairs if was != is_now]
 
 
@@ -124,55 +188,47 @@ def in_space(
 ) -> tuple[Proposal | None, str]:
     """The candidate as a proposal of the space; None, and why, where the space does not have it.
 
-    `params` are values that made it up once, those without effect included.
+    `params` are values that made it up once, those without effect included. What a candidate does not say, for it has
+    no effect, is asked for with any value.
     """
     values: dict[str, Setting] = {**candidate.settings, **(params or {})}
     for parameter in space.parameters:
         value = values.get(parameter.name)
-        if value is None or parameter.domain is None:
-            continue
-        if not any(value == one and type(value) is type(one) for one in parameter.domain):
+        if value is not None and parameter.offered(value) is None:
             return None, f"the space does not offer {parameter.name}={value}"
-    for parameter in space.parameters:
-        if parameter.domain is None and parameter.name in values:
-            low, high = parameter.ends
-            value = values[parameter.name]
-            if not isinstance(value, (int, float)) or not low <= value <= high:
-                return None, f"the space does not offer {parameter.name}={value}"
-    asked = _Asked(values)
-    try:
-        made = space.suggest(asked)
-    except KeyError as error:
-        return None, f"the space asks for {error.args[0]}, which was not tried there"
-    if made.id != candidate.id:
-        return None, "the space cannot make it up: " + _difference(candidate, made)
+    silent = {p.name: p.domain or p.ends[:1] for p in space.parameters if p.name not in values}
+    values |= {name: some[0] for name, some in silent.items()}
+    made = space.asked(_Asked(values))
+    missing = [name for name in made.values if name in silent]
+    for some in islice(product(*(silent[name] for name in missing)), MOST_TRIED):
+        if made.candidate.id != candidate.id:
+            made = space.asked(_Asked({**values, **dict(zip(missing, some, strict=True))}))
+    if made.candidate.id != candidate.id and missing:
+        return None, f"the space asks for {', '.join(missing)}, which was not tried there"
+    if made.candidate.id != candidate.id:
+        return None, "the space cannot make it up: " + _difference(candidate, made.candidate)
     if why := space.forbidden(candidate):
         return None, why
-    return proposal_of(space, Listed(candidate, {name: values[name] for name in asked.names})), ""
+    return proposal_of(space, made), ""
 
 
 class _Asked:
-    """Answers a space's questions with given values, and notes which were asked."""
+    """Answers a space's questions with given values."""
 
     def __init__(self, values: Mapping[str, Setting]) -> None:
         self.values = values
-        self.names: list[str] = []
-
-    def _answer(self, name: str) -> Any:
-        self.names.append(name)
-        return self.values[name]
 
     def suggest_categorical(self, name: str, choices: Any) -> Any:
         """The given value."""
-        return self._answer(name)
+        return self.values[name]
 
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1) -> int:
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1) -> Any:
         """The given value."""
-        return self._answer(name)
+        return self.values[name]
 
-    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None) -> float:
+    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None) -> Any:
         """The given value."""
-        return self._answer(name)
+        return self.values[name]
 
 
 def _difference(old: Candidate, new: Candidate) -> str:
@@ -219,12 +275,13 @@ def import_study(store: StudyStore, old: StudyData, space: Space, now: Mapping[s
 
     Again, or after a kill in between, it adds nothing twice. The new study's own baseline is begun at `place`.
     """
+    old = as_written(old, space)
     data = store.data()
     if not data.trials:
         store.put_candidate(data.baseline)
         store.trials.begin("baseline", data.baseline.id, None, place.name)
     found = inherit(old, space, now)
-    if not any(one.source == old.name for one in data.imports):
+    if not taken_from(data, old.name):
         slots = {*data.launched_for, *(Slot(b.candidate_id, b.role, b.repetition) for b in data.blocks.values())}
         numbers = [slot.repetition for slot in slots if slot.candidate_id == data.baseline.id]
         known = {trial.candidate_id for trial in data.trials}
@@ -233,7 +290,8 @@ def import_study(store: StudyStore, old: StudyData, space: Space, now: Mapping[s
         names = {one.candidate.id for one in fresh.found}
         names |= {launch.slot.candidate_id for launch in launches} | {block.candidate_id for block in blocks}
         rows = [Import(old.name, f.candidate.id, f.state, f.why, f.value) for f in fresh.found]
-        store.put_imports(rows, [old.candidates[name] for name in sorted(names)], launches, blocks, _said(found))
+        candidates = [old.candidates[name] for name in sorted(names)]
+        store.put_imports(old.name, rows, candidates, launches, blocks, "; ".join(found.sentences))
         data = store.data()
     at = {launch.id: launch.place for launch in data.launches}
     told = {trial.candidate_id for trial in data.trials}
@@ -251,7 +309,3 @@ def import_study(store: StudyStore, old: StudyData, space: Space, now: Mapping[s
 def score_of(data: StudyData, trial: StoredTrial) -> Score:
     """The score that a trial would have among the others."""
     return score(replace(data, trials=(*data.trials, trial)), trial.candidate_id)
-
-
-def _said(found: Inheritance) -> str:
-    return "; ".join(found.sentences)

@@ -5,7 +5,7 @@
     candidate = space.suggest(trial)
 
 In a study of the tuner it is given the study's blocks. In a plain Optuna study it goes by the trials alone: a value is
-the log speed-up over the baseline, and a trial with a violated constraint did not work.
+the log speed-up over the baseline, to be maximised, and a trial that failed or has a violated constraint did not work.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ import optuna
 
 from tuner.records import Candidate, Setting
 from tuner.search.evidence import Evidence, Measurement
-from tuner.search.guide import Costs, Goal, Guide, Suggestion
+from tuner.search.guide import Costs, Goal, Guide, Suggestion, best_measured
 from tuner.space import Listed, Space
-from tuner.space.space import visible
+from tuner.space.space import Drawn, visible
 
 POOL = 2_000
 """Candidates drawn for one suggestion where a space cannot be listed."""
 
 NEIGHBOURS = 40
 """Changed copies, of each of the best measured, that the pool also holds."""
+
+BEST = 5
+"""Of the measured candidates so many have changed copies in the pool."""
 
 VALUE_SD = 0.02
 """Of a trial's value in a plain Optuna study, where nothing is known of how it was measured."""
@@ -68,7 +71,7 @@ class ModelSampler(optuna.samplers.BaseSampler):
         if universe is None and (listed := space.listed()) is not None:
             universe = {i: each for i, each in listed.items() if self.legal(each.candidate)}
         self._universe = universe
-        self._guide = _guide(space, universe) if universe is not None else None
+        self._guide: Guide | None = None
         self._answers: dict[int, Mapping[str, Setting]] = {}
 
     def infer_relative_search_space(
@@ -84,6 +87,11 @@ class ModelSampler(optuna.samplers.BaseSampler):
         search_space: dict[str, optuna.distributions.BaseDistribution],
     ) -> dict[str, Any]:
         """Chooses the candidate; its values are told as they are asked for."""
+        if self.evidence is None and study.directions != [optuna.study.StudyDirection.MAXIMIZE]:
+            raise ValueError(
+                "ModelSampler takes the one value of a trial for its log speed-up over the baseline: create the study "
+                "with direction='maximize'"
+            )
         before = [one for one in study.get_trials(deepcopy=False) if one.number < trial.number]
         tried = [one.user_attrs.get("candidate") or candidate_of(self.space, one).id for one in before]
         evidence = self.evidence() if self.evidence is not None else evidence_of_trials(self.space, before)
@@ -95,11 +103,16 @@ class ModelSampler(optuna.samplers.BaseSampler):
         """The candidate for the trial that comes after those of these ones; None where nothing untried is left."""
         tried = frozenset(before)
         costs = self.costs()
-        universe, guide = self._universe, self._guide
-        if universe is None or guide is None:
-            universe = self._drawn(evidence, len(before), costs.kept)
-            known = (*(one.candidate for one in evidence.measured), *evidence.failed)
-            guide = _guide(self.space, universe, known)
+        universe = self._universe
+        if universe is None:
+            universe = self._drawn(evidence, self.goal(), len(before), costs.kept)
+            guide = _guide(self.space, universe, _beside(universe, evidence))
+        else:
+            # A schedule, or plain decoding, may have been measured though the space lists no such.
+            known = _beside(universe, evidence)
+            if self._guide is None or {one.id for one in self._guide.known} != {one.id for one in known}:
+                self._guide = _guide(self.space, universe, known)
+            guide = self._guide
         self.last = guide.suggest(evidence, tried, self.goal(), costs)
         return universe[self.last.candidate.id] if self.last is not None else None
 
@@ -117,18 +130,18 @@ class ModelSampler(optuna.samplers.BaseSampler):
         drawing = optuna.samplers.RandomSampler(seed=_number(self.seed, trial.number, param_name))
         return drawing.sample_independent(study, trial, param_name, param_distribution)
 
-    def _drawn(self, evidence: Evidence, number: int, kept: Mapping[str, Setting]) -> dict[str, Listed]:
+    def _drawn(self, evidence: Evidence, goal: Goal, number: int, kept: Mapping[str, Setting]) -> dict[str, Listed]:
         """Candidates of a space that cannot be listed: drawn anywhere, and near the best that were measured."""
         draw = random.Random(_number(self.seed, number, "pool"))
         pool: dict[str, Listed] = {}
-        ranked = sorted(evidence.measured, key=lambda one: -one.tokens_per_s / one.level)
-        best = list({one.candidate.id: one.candidate for one in ranked}.values())[:5]
-        nears: Sequence[Mapping[str, Setting]] = [c.settings for c in best for _ in range(NEIGHBOURS)]
+        best = best_measured(evidence, self.space.baseline, self.space.workload.concurrency, goal)[:BEST]
+        # The baseline, and schedules, may have values that the parameters do not offer: those are not copied.
+        offered, kept = [self.space.offered(one.settings) for one in best], self.space.offered(kept)
+        nears: Sequence[Mapping[str, Setting]] = [near for near in offered for _ in range(NEIGHBOURS)]
         for near in [*nears, *({} for _ in range(POOL))]:
-            answers = _Drawn(draw, near, kept)
-            candidate = self.space.suggest(answers)
-            if candidate.id not in pool and self.legal(candidate):
-                pool[candidate.id] = Listed(candidate, answers.values)
+            made = self.space.asked(_Drawn(draw, near, kept))
+            if made.candidate.id not in pool and self.legal(made.candidate):
+                pool[made.candidate.id] = made
         return pool
 
 
@@ -137,30 +150,23 @@ class _Drawn:
 
     def __init__(self, draw: random.Random, near: Mapping[str, Setting], kept: Mapping[str, Setting]) -> None:
         self.draw = draw
+        self.fresh = Drawn(draw)
         self.near = near
         self.kept = kept
-        self.values: dict[str, Setting] = {}
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        return self._kept(name, lambda: self.draw.choice(list(choices)))
+        return self._kept(name, lambda: self.fresh.suggest_categorical(name, choices))
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1) -> int:
-        return self._kept(name, lambda: self.draw.randrange(low, high + 1, step))
+        return self._kept(name, lambda: self.fresh.suggest_int(name, low, high, step=step))
 
     def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None) -> float:
-        count = round((high - low) / step) if step else 0
-        return self._kept(
-            name, lambda: low + step * self.draw.randint(0, count) if step else self.draw.uniform(low, high)
-        )
+        return self._kept(name, lambda: self.fresh.suggest_float(name, low, high, step=step))
 
     def _kept(self, name: str, fresh: Callable[[], Any]) -> Any:
         if name in self.kept:
-            self.values[name] = self.kept[name]
-        elif name in self.near and self.draw.random() < 2 / 3:
-            self.values[name] = self.near[name]
-        else:
-            self.values[name] = fresh()
-        return self.values[name]
+            return self.kept[name]
+        return self.near[name] if name in self.near and self.draw.random() < 2 / 3 else fresh()
 
 
 class _Given:
@@ -188,15 +194,16 @@ def candidate_of(space: Space, trial: optuna.trial.FrozenTrial) -> Candidate:
 
 
 def evidence_of_trials(space: Space, trials: Sequence[optuna.trial.FrozenTrial]) -> Evidence:
-    """What the values of a plain Optuna study say: the same speed-up at every level."""
+    """What the values of a plain Optuna study say: the same speed-up at every level. What crashed is told as FAIL."""
     levels = space.workload.concurrency
     measured = [Measurement(space.baseline, level, float(level)) for level in levels]
     failed = []
     for trial in trials:
-        if trial.state != optuna.trial.TrialState.COMPLETE or trial.value is None:
+        crashed = trial.state == optuna.trial.TrialState.FAIL and bool(trial.params)
+        if not crashed and (trial.state != optuna.trial.TrialState.COMPLETE or trial.value is None):
             continue
         candidate = candidate_of(space, trial)
-        if any(value > 0 for value in trial.constraints.values()):
+        if crashed or trial.value is None or any(value > 0 for value in trial.constraints.values()):
             failed.append(candidate)
             continue
         speedup = math.exp(max(-5.0, min(5.0, trial.value)))
@@ -207,6 +214,12 @@ def evidence_of_trials(space: Space, trials: Sequence[optuna.trial.FrozenTrial])
 def _guide(space: Space, universe: Mapping[str, Listed], known: tuple[Candidate, ...] = ()) -> Guide:
     candidates = tuple(listed.candidate for listed in universe.values())
     return Guide(candidates, space.baseline, space.workload.concurrency, visible(space.args), known)
+
+
+def _beside(universe: Mapping[str, Listed], evidence: Evidence) -> tuple[Candidate, ...]:
+    """The candidates of which something is known, and that are not among those to choose from; each once."""
+    seen = (*(one.candidate for one in evidence.measured), *evidence.failed)
+    return tuple({one.id: one for one in seen if one.id not in universe}.values())
 
 
 def _goal_of(space: Space) -> Goal:

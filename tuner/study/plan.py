@@ -7,19 +7,22 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from tuner.search.crashes import Crash, Regions
 from tuner.space import Space
+from tuner.study.ahead import Ahead, Pace, Scope, ahead
 from tuner.study.canary import to_prove
-from tuner.study.data import StudyData
+from tuner.study.data import Budget, StudyData
+from tuner.study.edges import ROUNDS
 from tuner.study.effect import Effects
-from tuner.study.engine import StudyEngine, hot_settings, illegal
-from tuner.study.hot import HOT_BASELINE_EVERY, LEAST_ROW, MOST_ROW, cold_part
-from tuner.study.policy import POLICIES, Policy, planned_pairs, policy_of
+from tuner.study.engine import StudyEngine, hot_settings, illegal, none_drawn
+from tuner.study.hot import cold_part
+from tuner.study.plain import baseline_speculates, out_of_race
+from tuner.study.policy import CLAIM_PAIRS, POLICIES, Policy, planned_pairs, policy_of
 from tuner.study.race import NO_RACE
-from tuner.study.score import BASELINE_EVERY
 
 RACED_ON = 0.57
 """Share of the levels that are measured further behind a first look (`benchmarks/results/racing.json`)."""
@@ -53,7 +56,8 @@ class Plan:
 
     `combinations` of values make `merged` fewer candidates, since some are equal in effect; `legal` are left after
     what is ruled out. Of the launches, `search` ones serve `candidates` (with hot settings several each, which saves
-    `saved`), and `confirmation` ones are kept for the end. `hours` is what they take, at most the budget's.
+    `saved`), and `confirmation` ones are kept for the end; `hours` is what they take. A budget of hours holds all of
+    these.
     """
 
     combinations: int | None
@@ -101,31 +105,14 @@ def plan(
     policy = POLICIES[space.profile]
     policy = policy if pairs is None else replace(policy, pairs=pairs)
     found = _Candidates(space, engine, crashed)
-    kept = planned_pairs(space.budget.launches, policy)
-    confirmation = 2 * kept
-    room = max(0, space.budget.launches - confirmation - 1)
     hot = frozenset(p.name for p in space.parameters) & hot_settings(engine)
-    wanted = space.budget.candidates if found.legal is None else min(found.legal, space.budget.candidates)
-    slot_s = len(space.workload.concurrency) * timing.block_s
-    every = BASELINE_EVERY[space.profile]
-    if hot:
-        row = min(max(round(timing.startup_s / max(slot_s, 1e-9)), LEAST_ROW), MOST_ROW)
-        groups = found.groups if found.groups is not None else wanted
-        starts = min(room, max(min(groups, wanted), math.ceil(wanted / row)) if groups > 1 else 0)
-        candidates = wanted
-    else:
-        starts = min(room, wanted + (wanted // every if every else 0))
-        candidates = starts - (starts // (every + 1) if every else 0)
-    search = min(space.budget.launches, 1 + starts)
-    again = candidates // HOT_BASELINE_EVERY[space.profile]
-    turns = 1 + (max(starts, again) if hot else starts - candidates)
-    # What the search leaves of the launches confirms further finalists, each against the same baselines.
-    left = (space.budget.launches - search) // kept - 2 if kept else 0
-    finalists = min(1 + max(0, left), policy.max_finalists, max(1, candidates))
-    confirmation = kept * (1 + finalists)
-    seconds = (search + confirmation) * timing.startup_s + (turns + confirmation) * slot_s
-    seconds += candidates * len(space.workload.concurrency) * candidate_block_s(space, policy, timing)
-    limit = space.budget.hours
+    levels, budget = len(space.workload.concurrency), Budget(**space.budget.model_dump())
+    groups = found.groups if found.groups is not None else budget.candidates
+    scope = Scope(found.legal, groups if hot else None)
+    slot_s = levels * timing.block_s
+    pace = Pace(timing.startup_s, slot_s, levels * candidate_block_s(space, policy, timing))
+    whole = ahead(budget, policy, space.profile, levels, scope, pace)
+    notes = _notes(space, found, policy, whole, pace) + _plain(space, engine) + _beside_changes(space, hot, timing)
     return Plan(
         combinations=found.combinations,
         merged=found.merged,
@@ -133,14 +120,14 @@ def plan(
         legal=found.legal,
         hot=tuple(sorted(hot)),
         groups=found.groups if hot else None,
-        candidates=candidates,
-        search=search,
-        confirmation=confirmation,
-        saved=max(0, candidates - starts) if hot else 0,
-        hours=min(seconds / 3600, limit) if limit is not None else seconds / 3600,
-        budget_hours=limit,
+        candidates=whole.candidates,
+        search=whole.search,
+        confirmation=whole.confirmation,
+        saved=max(0, whole.candidates - (whole.search - 1)) if hot else 0,
+        hours=whole.seconds / 3600,
+        budget_hours=budget.hours,
         timing=timing,
-        notes=_notes(space, found, policy, seconds / 3600),
+        notes=notes,
     )
 
 
@@ -154,16 +141,17 @@ def candidate_block_s(space: Space, policy: Policy, timing: Timing) -> float:
     return min(raced, timing.block_s)  # looks end by themselves where they do not pay
 
 
-def _notes(space: Space, found: _Candidates, policy: Policy, hours: float) -> tuple[str, ...]:
+def _notes(space: Space, found: _Candidates, policy: Policy, whole: Ahead, pace: Pace) -> tuple[str, ...]:
     notes = []
     budget = space.budget
+    pairs = planned_pairs(budget.launches, policy)
     if found.legal == 0:
         notes.append("nothing is left to try: every combination is ruled out, or is the baseline in effect")
     elif found.legal == 1:
         notes.append("only one candidate is left: the study compares it with the baseline, there is nothing to search")
     if found.proven:
         named = ", ".join(dict.fromkeys(name for name, _ in found.proven))
-        room = budget.launches - 2 * planned_pairs(budget.launches, policy) - 1
+        room = budget.launches - 2 * pairs - 1
         most = (
             f", most of the search's {room} launches; give more, or fewer values"
             if 2 * len(found.proven) > room
@@ -173,13 +161,53 @@ def _notes(space: Space, found: _Candidates, policy: Policy, hours: float) -> tu
             f"{len(found.proven)} launches are canaries: values of {named}, each tried alone before it is searched"
             f"{most}"
         )
-    if planned_pairs(budget.launches, policy) < 4:
-        notes.append(f"a claim needs 4 pairs of confirmation, so at least 10 launches; the budget is {budget.launches}")
-    if budget.hours is not None and hours > budget.hours:
-        notes.append(f"the budget of {budget.hours:g} hours ends the search before all candidates are tried")
+    if pairs < CLAIM_PAIRS:
+        least = f"{CLAIM_PAIRS} pairs of confirmation, so at least {2 + 2 * CLAIM_PAIRS} launches"
+        notes.append(f"a claim needs {least}; the budget is {budget.launches}")
+    notes += _of_hours(budget.hours, pairs, whole, pace) if budget.hours is not None else []
     if found.legal is None:
         notes.append("the candidates cannot be listed: what rules out how many is not known")
+    if found.none_drawn:
+        notes.append(found.none_drawn)
     return tuple(notes)
+
+
+def _of_hours(hours: float, pairs: int, whole: Ahead, pace: Pace) -> list[str]:
+    """What a budget of hours leaves out, of `pairs` of confirmation and of the candidates."""
+    notes = []
+    if whole.pairs == 0 < pairs and (whole.candidates or whole.cut):
+        launches = 2 + 2 * min(pairs, CLAIM_PAIRS)
+        enough = math.ceil(launches * pace.launch_s / 36) / 100
+        notes.append(
+            f"the budget of {hours:g} hours holds no confirmation, so that nothing can be claimed; {enough:g} hours "
+            f"hold the {launches} launches of one candidate and its confirmation"
+        )
+    elif 0 < whole.pairs < pairs:
+        notes.append(f"the budget of {hours:g} hours holds {whole.pairs} of {pairs} pairs of confirmation")
+    if whole.cut:
+        notes.append(f"the budget of {hours:g} hours ends the search before all candidates are tried")
+    return notes
+
+
+def _beside_changes(space: Space, hot: frozenset[str], timing: Timing) -> tuple[str, ...]:
+    """Told and not counted: nobody knows beforehand whether the best depth changes between two levels."""
+    levels = sorted(space.workload.concurrency)
+    gaps = any(high - low > 1 for low, high in pairwise(levels))
+    if not gaps or not hot & {"speculation", "num_steps"}:
+        return ()
+    most = 4 * ROUNDS
+    return (
+        f"not counted: up to {most} blocks ({most * timing.block_s / 60:.0f} min) between two levels where the best "
+        "depth changes, to find the load at which it should",
+    )
+
+
+def _plain(space: Space, engine: StudyEngine) -> tuple[str, ...]:
+    """What becomes of decoding without speculation, where the baseline speculates."""
+    if not baseline_speculates(space):
+        return ()
+    tried = "the baseline speculates: plain decoding is tried once, as a candidate of its own"
+    return (out_of_race(space, engine) or tried,)
 
 
 class _Candidates:
@@ -192,8 +220,10 @@ class _Candidates:
         self.merged = 0
         self.ruled_out: tuple[RuledOut, ...] = ()
         self.proven: list[tuple[str, Any]] = []
+        self.none_drawn = ""
         combinations = space.combinations()
         if combinations is None:
+            self.none_drawn = none_drawn(space, engine)
             return
         effects = Effects(space, engine)
         hot = hot_settings(engine)

@@ -1,7 +1,8 @@
 """What a study does next: a pure function of its records, so that a killed study goes on as if nothing had happened.
 
-Order: the baseline, then candidates until the search is over, then confirmation of the best. Launches for the
-confirmation are set aside from the start: a search without a confirmed winner has no answer.
+Order: the baseline, then candidates until the search is over, then confirmation of the best. Who gives more to a study
+whose confirmation was cut has that finished before it searches on. Launches for the confirmation are set aside from the
+start: a search without a confirmed winner has no answer.
 
 Where the engine has hot settings, a launch of the search stays up and serves every candidate in its reach, with the
 baseline in between (`hot.py`); a launch of the confirmation never does, for there the launch is what is repeated.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,14 +21,14 @@ from tuner.bench.gates import ENVIRONMENT_GATES
 from tuner.launch.kinds import KINDS
 from tuner.records import SEARCH, Failure, Gate
 from tuner.study.canary import answers
-from tuner.study.data import Confirmation, Slot, StoredLaunch, StoredTrial, StudyData
+from tuner.study.data import BUDGET, CONFIRMATION, Confirmation, Slot, StoredLaunch, StoredTrial, StudyData
 from tuner.study.hot import Running, baseline_slot, fresh_baseline, given_up, group, has_baseline, row, served
-from tuner.study.policy import Policy, planned_pairs
+from tuner.study.policy import BASELINE_EVERY, CLAIM_PAIRS, Policy, planned_pairs, usual
 from tuner.study.quality import refused
 from tuner.study.race import looks_due, race
-from tuner.study.score import BASELINE_EVERY, score
+from tuner.study.score import has_goodput, late_at, level_ratios, score
 from tuner.study.signature import signature
-from tuner.study.wear import unworn
+from tuner.study.wear import unworn, worn
 
 CONFIRM_FROM = math.log(0.95)
 """A screening score below this is not worth a confirmation: one block is seldom off by more."""
@@ -84,9 +86,10 @@ class Tell:
 
 @dataclass(frozen=True)
 class Confirm:
-    """Begin a round of confirmation."""
+    """Begin a round of confirmation; `reason` says why the search before it ended."""
 
     confirmation: Confirmation
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -228,10 +231,13 @@ def _next_step(data: StudyData, policy: Policy, now: _Now) -> Step:
     for trial in running:
         if trial.place not in now.busy:
             return TakeOver(trial.number, _fresh_repetition(data, trial))
+    if (step := _round(data, policy, now)) is not None:
+        return step
     due = baseline_due(data, now)
     refresh = _measure(data, policy, due, now) if due is not None else None
     here = bool(now.hot) and not now.exhausted_here
-    needs = 2 if refresh else 0 if here and now.running is not None else 1
+    serves = here and now.running is not None and not worn(data, now.running.launch.id)
+    needs = 2 if refresh else 0 if serves else 1
     pending = sum(not data.launched_for.get(trial.slot) for trial in running)  # begun elsewhere, about to launch
     over = search_over(data, policy, exhausted=now.exhausted, needs=needs and needs + pending)
     if over is None:
@@ -240,7 +246,7 @@ def _next_step(data: StudyData, policy: Policy, now: _Now) -> Step:
         return refresh
     if running:
         return Wait("the last candidates of the search are measured elsewhere")
-    return _confirm(data, policy, over, now)
+    return _confirm(data, policy, over)
 
 
 def _within_budget(data: StudyData, policy: Policy, trial: StoredTrial, step: Step) -> Step:
@@ -304,11 +310,12 @@ def _begin(data: StudyData, policy: Policy, hot: frozenset[str], place: str) -> 
 
 
 def idle(data: StudyData) -> int:
-    """Trials since the last one that needed measuring."""
-    for count, trial in enumerate(reversed(data.trials)):
-        if trial.kind in ("baseline", "measured", "imported"):
+    """Trials since the last one that needed measuring, or since another budget was given."""
+    since = data.trials[budget_since(data) :]
+    for count, trial in enumerate(reversed(since)):
+        if trial.launched:
             return count
-    return 0
+    return len(since)
 
 
 def _go_on(data: StudyData, policy: Policy, trial: StoredTrial, now: _Now) -> Step:
@@ -548,7 +555,8 @@ def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int 
     if len(data.measured) >= data.budget.candidates:
         return f"{len(data.measured)} of {data.budget.candidates} candidates tried"
     if used + needs > data.budget.launches - reserve:
-        works = any(trial.feasible and trial.value is not None for trial in data.measured)
+        # One that breaks a guard works all the same, and may be confirmed at a level.
+        works = any(trial.value is not None and trial.constraints.get("launch", 1.0) <= 0 for trial in data.measured)
         kept = f", {reserve} kept for confirmation" if works else f", {reserve} left over: no candidate works"
         kept = kept if reserve else ""
         return f"{used} of {data.budget.launches} launches used{kept}"
@@ -557,23 +565,73 @@ def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int 
     if said := fruitless(data):
         return said
     if (unused := idle(data)) >= policy.max_idle_trials:
-        return f"the last {unused} proposals were known or ruled out"
+        return f"the last {unused} proposals were known or ruled out{_ruled_out_by(data, unused)}"
     if (unpaid := without_gain(data)) >= policy.no_gain:
+        at = " at any level" if data.space.objective.maximize == "pareto" else ""
         return (
-            f"the last {unpaid} candidates brought no gain of {100 * math.expm1(WORTH):.0f} % over the best before "
-            "them, so more search is not expected to pay"
+            f"the last {unpaid} candidates brought no gain of {100 * math.expm1(WORTH):.0f} % over the best before them"
+            f"{at}, so more search is not expected to pay"
         )
-    if data.budget.hours is not None and not data.measured and data.elapsed_s > 3600 * data.budget.hours:
-        spent = data.elapsed_s / 3600
-        return f"the baseline alone took {spent:.2g} of {data.budget.hours:g} hours, and left none for a candidate"
-    if data.budget.hours is not None and data.measured:
-        ahead = reserve * mean_launch_s(data) + (
-            needs * search_launch_s(data) if needs else candidates * search_slot_s(data)
-        )
-        if data.elapsed_s + ahead > 3600 * data.budget.hours:
-            kept = f", {ahead / 3600:.2g} h kept for what remains" if reserve else ""
-            return f"{data.elapsed_s / 3600:.2g} of {data.budget.hours:g} hours used{kept}"
-    return None
+    return _out_of_hours(data, policy, needs, candidates)
+
+
+def _out_of_hours(data: StudyData, policy: Policy, needs: int, candidates: int) -> str | None:
+    """Why no further candidate is tried, where the hours do not hold it; None where they do.
+
+    Once there is something to confirm, time for the planned pairs is kept.
+    """
+    if data.budget.hours is None:
+        return None
+    works = any(not trial.running and trial.constraints.get("launch", 1.0) <= 0 for trial in data.scored)
+    kept_s = 2 * planned_pairs(data.budget.launches, policy) * usual_launch_s(data) if works else 0.0
+    elsewhere = sum(trial.running and bool(data.launched_for.get(trial.slot)) for trial in data.measured)
+    next_s = (needs + elsewhere) * search_launch_s(data) + (0.0 if needs else candidates * search_slot_s(data))
+    if data.elapsed_s + kept_s + next_s <= 3600 * data.budget.hours:
+        return None
+    spent = f"{data.elapsed_s / 3600:.2g} of {data.budget.hours:g} hours"
+    if not data.measured:
+        return f"the baseline alone took {spent}, and left none for a candidate"
+    return f"{spent} used" + (f", {(kept_s + next_s) / 3600:.2g} h kept for what remains" if kept_s else "")
+
+
+def in_time(data: StudyData, launches: int) -> bool:
+    """Whether the hours hold so many launches."""
+    hours = data.budget.hours
+    return hours is None or data.elapsed_s + launches * usual_launch_s(data) <= 3600 * hours
+
+
+def claim_in_time(data: StudyData, pairs: int) -> bool:
+    """Whether the hours hold, to within a launch, as many of the `pairs` of one finalist as a claim takes."""
+    return in_time(data, 2 * min(pairs, CLAIM_PAIRS) - 1)
+
+
+def _more_hours(data: StudyData, launches: int) -> str:
+    """How a study gets the time for so many launches."""
+    hours = math.ceil((data.elapsed_s + launches * usual_launch_s(data)) / 36) / 100
+    return f"tuner resume {data.name} --hours {hours:g} gives it the time"
+
+
+def budget_since(data: StudyData) -> int:
+    """The number of the first trial under the budget as it is; 0 where no other was ever given."""
+    facts = data.facts_of(BUDGET)
+    return int(facts[-1]["from_trial"]) if facts else 0
+
+
+def due_again(data: StudyData) -> frozenset[str]:
+    """Candidates that had no launch left under an earlier budget, and have had no trial since."""
+    since = budget_since(data)
+    lost = {trial.candidate_id for trial in data.trials[:since] if trial.kind == "out_of_launches"}
+    if not lost:
+        return frozenset()
+    return frozenset(lost - {t.candidate_id for t in data.trials if t.launched or t.number >= since})
+
+
+def _ruled_out_by(data: StudyData, count: int) -> str:
+    """What ruled out the last trials, the commonest first; "" where no more than half of them were."""
+    why = Counter(trial.why for trial in data.trials[-count:] if trial.kind == "illegal")
+    if 2 * why.total() <= count:
+        return ""
+    return ", " + "; ".join(f"{number} by: {reason}" for reason, number in why.most_common(3))
 
 
 FRUITLESS = "fruitless"
@@ -583,7 +641,7 @@ FRUITLESS = "fruitless"
 def fruitless(data: StudyData) -> str:
     """Why more search cannot pay, as the model once said; "" where it did not, or a larger budget was given since."""
     for event in reversed(data.events):
-        if event.kind in (FRUITLESS, "budget"):
+        if event.kind in (FRUITLESS, BUDGET):
             return event.message if event.kind == FRUITLESS else ""
     return ""
 
@@ -600,26 +658,37 @@ def may_be_fruitless(data: StudyData, policy: Policy) -> bool:
 
 
 def without_gain(data: StudyData) -> int:
-    """Candidates of the search, the last ones, that brought no gain worth having over the best before them."""
-    best, since = 0.0, 0
+    """Candidates of the search, the last ones, that brought no gain worth having over the best before them.
+
+    For `pareto` a gain at any level is one. Those before another budget was given do not count.
+    """
+    best: dict[int | None, float] = {}
+    since, first = 0, budget_since(data)
+    front = data.space.objective.maximize == "pareto"
     for trial in data.measured:
         if trial.running:
             continue
-        since += 1
-        if trial.feasible and trial.value is not None and trial.value > best + WORTH:
-            best, since = trial.value, 0
+        since += trial.number >= first
+        if not trial.feasible or trial.value is None:
+            continue
+        values: list[tuple[int | None, float]] = [(None, trial.value)]
+        if front:
+            values += level_ratios(data, trial.candidate_id).items()
+        if gains := {at: value for at, value in values if value > best.get(at, 0.0) + WORTH}:
+            best |= gains
+            since = 0
     return since
 
 
-def mean_launch_s(data: StudyData) -> float:
-    """Seconds that a launch of this study takes that serves one whole slot; 0 before one has been measured."""
+def usual_launch_s(data: StudyData) -> float:
+    """Seconds that a launch of this study usually takes that serves one whole slot; 0 before one has been measured."""
     changed = {each.launch_id for each in data.reconfigurations}
     ended = [each.duration_s for each in data.launches if each.state == "done" and each.id not in changed]
     raced = any(stored.role == "look" for stored in data.blocks.values())
-    if ended and not changed and not raced:
-        return sum(ended) / len(ended)
+    if len(ended) > 1 and not changed and not raced:
+        return usual(ended)
     starts = [each.ready_at - each.started_at for each in data.launches if each.ready_at is not None]
-    return sum(starts) / len(starts) + whole_slot_s(data) if starts and data.blocks else 0.0
+    return usual(starts) + whole_slot_s(data) if starts and data.blocks else 0.0
 
 
 def whole_slot_s(data: StudyData) -> float:
@@ -645,15 +714,20 @@ def search_slot_s(data: StudyData) -> float:
 
 
 def search_launch_s(data: StudyData) -> float:
-    """Seconds that a launch of the search takes that serves one candidate; 0 before one has been measured."""
-    each = mean_launch_s(data)
+    """Seconds that a launch of the search takes that serves one candidate; 0 before one has been measured.
+
+    The first start of all may have found a cold cache: until there is another one, only what is measured on it counts.
+    """
+    if sum(launch.ready_at is not None and launch.state != "imported" for launch in data.launches) < 2:
+        return search_slot_s(data)
+    each = usual_launch_s(data)
     return max(0.0, each - whole_slot_s(data)) + search_slot_s(data) if each else 0.0
 
 
 def affordable(data: StudyData) -> int:
     """Launches that the budget still has room for."""
     left = data.budget.launches - launches_used(data)
-    if data.budget.hours is not None and (each := mean_launch_s(data)):
+    if data.budget.hours is not None and (each := usual_launch_s(data)):
         left = min(left, int((3600 * data.budget.hours - data.elapsed_s) // each))
     return left
 
@@ -662,21 +736,28 @@ def finalists(data: StudyData, policy: Policy, pairs: int) -> tuple[str, ...]:
     """Whom to confirm, best first: the best overall, then the best at each level, as far as launches allow.
 
     Out are: candidates that failed, in the search or in confirmation, those whose answers may not win, and for the
-    overall place those that break a guard. Who is out of sight of the baseline is not worth the launches.
+    overall place those that break a guard or have no goodput. Who is out of sight of the baseline is not worth the
+    launches.
     """
     scores = {t.candidate_id: score(data, t.candidate_id) for t in data.scored if not t.running}
     dropped = disqualified(data, policy) | refused(data).keys()
     scores = {c: s for c, s in scores.items() if s.constraints["launch"] <= 0 and c not in dropped}
     scores = {c: unworn(data, c, s) for c, s in scores.items()}
-    overall = [c for c, s in scores.items() if all(v <= 0 for v in s.constraints.values()) and s.value > CONFIRM_FROM]
+    able = {c: s for c, s in scores.items() if all(v <= 0 for v in s.constraints.values()) and has_goodput(data, c)}
+    overall = [c for c, s in able.items() if s.value > CONFIRM_FROM]
     chosen: list[str] = []
     if overall:
         chosen.append(max(overall, key=lambda c: scores[c].value))
-    by_level = sorted(data.levels, key=lambda level: -max((s.ratios[level] for s in scores.values()), default=0.0))
-    for level in by_level:
-        best = max(scores, key=lambda c: scores[c].ratios[level], default=None)
-        if best is not None and scores[best].ratios[level] > 0 and best not in chosen:
-            chosen.append(best)
+    late = {c: late_at(data, c) for c in scores}
+    best_at: dict[int, str] = {}
+    for level in data.levels:
+        faster = [c for c, s in scores.items() if s.ratios[level] > 0]
+        if faster:
+            # Who was over a limit by a hair may keep it yet, and comes behind all who kept it.
+            best_at[level] = max(faster, key=lambda c: (level not in late[c], scores[c].ratios[level]))
+    for level in sorted(best_at, key=lambda level: -scores[best_at[level]].ratios[level]):
+        if best_at[level] not in chosen:
+            chosen.append(best_at[level])
     confirmed = {c for confirmation in data.confirmations for c in confirmation.finalists}
     room = affordable(data) // pairs - 1
     fresh = [c for c in chosen if c not in confirmed]
@@ -720,12 +801,33 @@ def slots_of(data: StudyData, policy: Policy, confirmation: Confirmation) -> lis
     return slots
 
 
-def _confirm(data: StudyData, policy: Policy, over: str, now: _Now) -> Step:
+def open_slots(data: StudyData, policy: Policy, confirmation: Confirmation) -> list[Slot]:
+    """The launches that a round still wants."""
+    return [slot for slot in slots_of(data, policy, confirmation) if slot_state(data, policy, slot).missing]
+
+
+def owed(data: StudyData, policy: Policy) -> int:
+    """Launches that the rounds of confirmation which have begun still want."""
+    return sum(len(open_slots(data, policy, confirmation)) for confirmation in data.confirmations)
+
+
+_ELSEWHERE = "the last pairs of the confirmation are measured elsewhere"
+
+
+def _round(data: StudyData, policy: Policy, now: _Now) -> Step | None:
+    """What a round of confirmation that is not finished does next; None where none is, or the hours hold no more of it.
+
+    It comes before any search: who gives a study more hours goes on with what they cut.
+    """
     for confirmation in data.confirmations:
-        waiting = False
-        for slot in slots_of(data, policy, confirmation):
+        elsewhere = 0
+        slots = slots_of(data, policy, confirmation)
+        for slot in slots:
             state = slot_state(data, policy, slot)
             owner = pair_place(data, slot.repetition)
+            sides = sum(other.repetition == slot.repetition for other in slots)
+            if owner is None and not _may_begin(data, confirmation, sides, elsewhere):
+                return Wait(_ELSEWHERE) if elsewhere else None
             if owner in (None, now.place):
                 if state.failure is not None:
                     return Stop("environment_broken" if state.broken else "baseline_failed", state.failure, slot)
@@ -735,15 +837,54 @@ def _confirm(data: StudyData, policy: Policy, over: str, now: _Now) -> Step:
                 if owner not in now.busy:
                     why = f"pair {slot.repetition + 1} was begun at {owner}, where nobody is at work any more"
                     return Abandon(confirmation.round, slot.repetition, f"{why}; another one takes its place")
-                waiting = True
-        if waiting:
-            return Wait("the last pairs of the confirmation are measured elsewhere")
-    pairs = planned_pairs(data.budget.launches, policy)
-    if pairs and launches_left(data, policy) >= 0 and (chosen := finalists(data, policy, pairs)):
+                elsewhere += 1
+        if elsewhere:
+            return Wait(_ELSEWHERE)
+    return None
+
+
+def _confirm(data: StudyData, policy: Policy, over: str) -> Step:
+    """Begins a round of confirmation, where there is somebody to confirm; the end of the study otherwise."""
+    over = _ended_before(data) or over
+    for confirmation in data.confirmations:
+        if left := open_slots(data, policy, confirmation):
+            whole = f"{whole_pairs(data, confirmation)} of {confirmation.pairs} pairs"
+            said = f"the hours ended its confirmation after {whole}"
+            return Done(f"{over}; {said}: {_more_hours(data, len(left))}")
+    planned = planned_pairs(data.budget.launches, policy)
+    if planned and launches_left(data, policy) >= 0 and (chosen := finalists(data, policy, planned)):
+        if not claim_in_time(data, planned):
+            said = f"no time is left to confirm the best candidate in {planned} pairs"
+            return Done(f"{over}; {said}: {_more_hours(data, 2 * planned)}")
         last = data.confirmations[-1] if data.confirmations else None
         first = last.repetitions.stop if last else 0
-        return Confirm(Confirmation(len(data.confirmations), chosen, first, pairs, policy.spare_pairs))
+        return Confirm(Confirmation(len(data.confirmations), chosen, first, planned, policy.spare_pairs), over)
     return Done(over)
+
+
+def _ended_before(data: StudyData) -> str:
+    """Why the search had ended when the last round began; "" where it went on, or has got a larger budget, since."""
+    for event in reversed(data.events):
+        if event.kind == BUDGET:
+            break
+        if event.kind == CONFIRMATION and event.facts:
+            return str(event.facts["ended"]) if event.facts["trials"] == len(data.trials) else ""
+    return ""
+
+
+def _may_begin(data: StudyData, confirmation: Confirmation, sides: int, elsewhere: int) -> bool:
+    """Whether the hours hold another pair of so many `sides`, beside launches that are still to be made `elsewhere`.
+
+    All but its last launch has to fit; of the pair that makes a claim possible, nothing: all before would be in vain.
+    """
+    claims = whole_pairs(data, confirmation) + 1 == min(confirmation.pairs, CLAIM_PAIRS)
+    return in_time(data, elsewhere + (0 if claims else sides - 1))
+
+
+def whole_pairs(data: StudyData, confirmation: Confirmation) -> int:
+    """Pairs of a round that are measured at every level."""
+    known = {(pair.index, pair.concurrency) for pair in data.pairs if pair.role == "confirm"}
+    return sum(all((i, level) in known for level in data.levels) for i in confirmation.repetitions)
 
 
 def pair_place(data: StudyData, repetition: int) -> str | None:

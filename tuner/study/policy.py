@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 from typing import Any
 
+from tuner.judge.intervals import MIN_PAIRS
 from tuner.study.data import StudyData
 
 
@@ -50,6 +52,18 @@ class Policy:
 POLICIES = {"short": Policy(pairs=4), "full": Policy(pairs=8, look=1 / 3)}
 """The windows of `short` are as short as gates allow; half of them would be warmed up for as long as it lasts."""
 
+BASELINE_EVERY = {"short": 0, "full": 6}
+"""In the search the baseline is measured again after so many candidates, so that slow drift cancels; 0: once."""
+
+HOT_BASELINE_EVERY = {"short": 4, "full": 3}
+"""The same on one running server."""
+
+LEAST_ROW, MOST_ROW = 4, 16
+"""Candidates in a row that are sought among those a running server can serve, at least and at most."""
+
+CLAIM_PAIRS = MIN_PAIRS
+"""Pairs of a confirmation without which nothing is claimed."""
+
 CONFIRM_SHARE = 3
 """Pairs that a calibration asks for beyond the profile's take at most 2 of so many launches of the budget."""
 
@@ -71,3 +85,18 @@ def policy_for(profile: str, fingerprint: Mapping[str, Any], launches: int) -> P
 def planned_pairs(launches: int, policy: Policy) -> int:
     """Pairs that a budget leaves room for beside the baseline and one candidate."""
     return max(0, min(policy.pairs, (launches - 2) // 2))
+
+
+def usual(seconds: Sequence[float]) -> float:
+    """The median of durations, of two in the middle the shorter: a first start into a cold cache soon counts no more.
+
+    Raises:
+        StatisticsError: there are none.
+    """
+    return median_low(seconds)
+
+
+def pairs_within(pairs: int, launches: int) -> int:
+    """How many of `pairs` the time of so many launches holds, two each; 0 where that is too few for a claim."""
+    held = min(pairs, launches // 2)
+    return held if held >= min(pairs, CLAIM_PAIRS) else 0

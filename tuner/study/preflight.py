@@ -14,7 +14,7 @@ from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import Candidate, LaunchRecord
 from tuner.secrets import without_secrets
 from tuner.space import Space
-from tuner.study.engine import illegal, launch_record, split
+from tuner.study.engine import illegal, launch_record, none_drawn, split
 from tuner.study.fabric import fabric_here, used_devices
 
 _MOST = 500
@@ -266,7 +266,10 @@ def _left_out(space: Space, engine: Engine, placed: Engine) -> list[str]:
     here: Counter[str] = Counter()
     anywhere: Counter[str] = Counter()
     gpus_known = isinstance(placed, Placed) and placed.fabric is not None
-    looked = [each.candidate for each in (space.listed() or {}).values() if each.candidate.id != space.baseline.id]
+    listed = space.listed()
+    if listed is None:
+        return [said] if (said := none_drawn(space, placed)) else []
+    looked = [each.candidate for each in listed.values() if each.candidate.id != space.baseline.id]
     for each in looked:
         if why := illegal(space, engine, each):
             anywhere[why] += 1

@@ -15,7 +15,7 @@ from tuner.judge.racing import Figure, breaks, cannot_beat, level_figure, overal
 from tuner.records import Pair, StoredBlock
 from tuner.study.data import Slot, StoredTrial, StudyData
 from tuner.study.looks import ENOUGH, OUT, looks_saved
-from tuner.study.score import score, weights
+from tuner.study.score import late_at, score, weights
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class _Standing:
         self.data = data
         self._scores = {trial.candidate_id: score(data, trial.candidate_id) for trial in others}
         self._scores = {one: s for one, s in self._scores.items() if s.constraints["launch"] <= 0}
+        self._late = {one: late_at(data, one) for one in self._scores}
 
     def overall(self, share: Mapping[int, float]) -> Figure | None:
         """Of those that keep the guards."""
@@ -98,10 +99,11 @@ class _Standing:
         return overall_figure([(share[level], found[level]) for level in self.data.levels])
 
     def at(self, level: int) -> Figure | None:
-        """Of all that work."""
-        if not self._scores:
+        """Of all that work and keep the guards on latencies there."""
+        able = [one for one in self._scores if level not in self._late[one]]
+        if not able:
             return None
-        best = max(self._scores, key=lambda one: self._scores[one].ratios[level])
+        best = max(able, key=lambda one: self._scores[one].ratios[level])
         return figures(self.data, self.data.screened[best]).get(level)
 
 

@@ -69,8 +69,8 @@ def recompute(data: StudyData, stored_pairs: tuple[Pair, ...], folder: Path | No
     counts["pairs"] = len(data.pairs)
     found += _pairs(stored_pairs, data.pairs)
     for trial in data.trials:
-        if trial.running or trial.value is None or trial.kind in ("illegal", "known_crash"):
-            continue
+        if trial.running or trial.value is None or not trial.launched:
+            continue  # it was told what is known of another trial, or that nothing is
         counts["scores"] += 1
         derived = score(data, trial.candidate_id).value
         if not _same(trial.value, derived):

@@ -11,13 +11,14 @@ import hashlib
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from tuner.records import Candidate
 from tuner.search.evidence import Evidence
 from tuner.search.guide import NEARLY, Costs, Goal, Suggestion, pays
 from tuner.space import Listed, Space
-from tuner.study.model_sampler import ModelSampler, evidence_of_trials
+from tuner.study.model_sampler import POOL, ModelSampler, evidence_of_trials
 from tuner.study.quiet_optuna import optuna
 
 STARTUP_TRIALS = 8
@@ -134,29 +135,32 @@ class Proposer:
         study = optuna.create_study(direction="maximize", sampler=sampler)
         study.add_trials(history())
         trial = study.ask()
-        candidate = self.space.suggest(trial)
+        made = self.space.asked(trial)
         attrs = study.get_trials(deepcopy=False)[-1].system_attrs
-        return Proposal(candidate, trial.params, trial.distributions, dict(attrs))
+        return Proposal(made.candidate, made.values, trial.distributions, dict(attrs))
 
-    def fruitless(self, tried: Sequence[str], evidence: Evidence, goal: Goal, hopeless: Collection[str] = ()) -> str:
+    def fruitless(
+        self, tried: Sequence[str], evidence: Evidence, goals: Sequence[Goal], hopeless: Collection[str] = ()
+    ) -> str:
         """Why more search cannot pay, in a sentence; "" while it can, or where the sampler does not know.
 
-        The model has to say so twice: now, and without the candidate that was measured last.
+        The model has to say so of every goal, and twice: now, and without the candidate that was measured last.
         """
         if self._model is None or not evidence.measured:
             return ""
         last = evidence.measured[-1].candidate.id
         measured = tuple(m for m in evidence.measured if m.candidate.id != last)
         before = replace(evidence, measured=measured)
-        for known in (evidence, before):
+        for known, goal in product((evidence, before), goals):
             if not known.measured:
                 return ""
             # At equal cost for all: what it would be worth, not what it is worth by the minute.
             self._tell_model(self._model, goal, Costs(launch_s=0.0))
             if self._model.choose((*tried, *hopeless), known) is None or pays(self._model.last):
                 return ""
+        none = "no untried candidate" if self.universe is not None else f"none of {POOL} untried candidates drawn"
         return (
-            f"more search cannot pay: of no untried candidate does the model expect a gain of {100 * NEARLY:.1f} % or "
+            f"more search cannot pay: of {none} does the model expect a gain of {100 * NEARLY:.1f} % or "
             "more over the best so far, and without the latest candidate it said the same"
         )
 

@@ -14,19 +14,17 @@ from tuner.engines.speculation import schedule as parse_schedule
 from tuner.records import Candidate, Setting, StoredBlock
 from tuner.search.crossing import (
     Change,
-    Crossing,
     Curve,
     as_threshold,
     best_depths,
     changes,
-    crossings,
-    ratio,
     schedule,
 )
 from tuner.search.evidence import BLOCK_SD
 from tuner.search.shape import shape_at
 from tuner.space.space import SPECULATIVE
 from tuner.study.data import StudyData
+from tuner.study.planner import due_again
 from tuner.study.score import score, weights
 from tuner.study.wear import worn
 
@@ -136,27 +134,6 @@ def plain_family(settings: Mapping[str, Setting]) -> Family:
     return tuple(sorted((name, value) for name, value in kept.items() if value != UNSET))
 
 
-def measured_crossings(data: StudyData) -> dict[Family, tuple[Crossing, ...]]:
-    """Where speculation begins and ceases to pay, for every family, at its depth that is best over all levels."""
-    found = {}
-    weight = weights(data)
-    for family, curves in curves_of(data).items():
-        if (depth := _best_depth(data, curves, weight)) is not None:
-            found[family] = crossings(ratio(curves[depth], curves[0]))
-    return found
-
-
-def _best_depth(data: StudyData, curves: Mapping[int, Curve], weight: Mapping[int, float]) -> int | None:
-    """The depth that is best over all levels; None where no depth and plain decoding have been measured at all."""
-    whole = [depth for depth, curve in curves.items() if set(data.levels) <= curve.keys()]
-    if 0 not in whole or len(whole) < 2:
-        return None
-    return max(
-        (depth for depth in whole if depth),
-        key=lambda depth: math.fsum(weight[at] * curves[depth][at][0] for at in data.levels),
-    )
-
-
 def planned(data: StudyData, legal: Callable[[Candidate], bool]) -> Planned | None:
     """The untried schedule that promises most beyond the best candidate so far; None where none does.
 
@@ -164,10 +141,13 @@ def planned(data: StudyData, legal: Callable[[Candidate], bool]) -> Planned | No
     """
     weight = weights(data)
     guard = data.space.objective.guard.min_speedup
-    scores = [score(data, trial.candidate_id) for trial in data.measured if not trial.running]
+    scores = [score(data, trial.candidate_id) for trial in data.scored if not trial.running]
     best = max((one.value for one in scores if all(v <= 0 for v in one.constraints.values())), default=0.0)
     tried: dict[Family, set[tuple[int, ...]]] = defaultdict(set)
+    again = due_again(data)
     for trial in data.trials:
+        if trial.candidate_id in again:
+            continue
         settings = data.settings_of(trial.candidate_id)
         tried[family_of(settings)].add(tuple(shape_at({**data.space.args, **settings}, at).depth for at in data.levels))
     promised: list[tuple[float, Planned]] = []

@@ -14,9 +14,6 @@ from tuner.study.goodput import best_level, log_gain
 PESSIMISTIC = math.log(0.5)
 """What a candidate without a score is told to have: half the baseline's throughput, finite so that models stay sane."""
 
-BASELINE_EVERY = {"short": 0, "full": 6}
-"""In the search the baseline is measured again after so many candidates, so that slow drift cancels; 0: once."""
-
 
 @dataclass(frozen=True)
 class Score:
@@ -131,13 +128,15 @@ def weights(data: StudyData) -> dict[int, float]:
 
 
 def score(data: StudyData, candidate_id: str) -> Score:
-    """What the screening of a candidate came to; `FAILED` when a level is missing.
+    """What the screening of a candidate came to; `FAILED` when a level is missing, or it failed after a first look.
 
     The value is the weighted mean of ln(tokens per second / the baseline's). A broken guard is a violated constraint;
     the value stays what was measured.
     """
     if candidate_id == data.baseline.id:
         return Score(0.0, {"launch": -1.0}, dict.fromkeys(data.levels, 0.0))
+    if candidate_id in data.failed:
+        return FAILED
     pairs = data.screened.get(candidate_id, ())
     ratios = level_ratios(data, candidate_id)
     if set(ratios) != set(data.levels):
@@ -150,15 +149,36 @@ def score(data: StudyData, candidate_id: str) -> Score:
     guard = data.space.objective.guard
     if guard.min_speedup is not None:
         constraints["min_speedup"] = guard.min_speedup - math.exp(min(ratios.values()))
+    constraints |= {name: max(levels.values()) for name, levels in _excesses(data, pairs).items()}
+    return Score(value, constraints, ratios)
+
+
+def has_goodput(data: StudyData, candidate_id: str) -> bool:
+    """Whether a candidate kept the limits of `goodput` at any level in the search; true where nothing is limited so."""
+    slo = data.space.objective.slo
+    blocks = (data.blocks[pair.candidate_block].block for pair in data.screened.get(candidate_id, ()))
+    return slo is None or best_level(blocks, slo) is not None
+
+
+def late_at(data: StudyData, candidate_id: str) -> frozenset[int]:
+    """The levels at which a candidate broke a guard on latencies in the search."""
+    found = _excesses(data, data.screened.get(candidate_id, ()))
+    return frozenset(level for levels in found.values() for level, excess in levels.items() if excess > 0)
+
+
+def _excesses(data: StudyData, pairs: Iterable[Pair]) -> dict[str, dict[int, float]]:
+    """Guard on a latency → level → how far one candidate is over it."""
+    guard = data.space.objective.guard
     # Of a level's blocks the one of the longest window: a short look sees too few first tokens.
     last = {pair.concurrency: data.blocks[pair.candidate_block].block for pair in pairs}
+    found: dict[str, dict[int, float]] = {}
     if guard.ttft_p90_ms is not None:
         limit = guard.ttft_p90_ms
-        constraints["ttft_p90"] = max(_excess(block.ttft_ms.p90, limit) for block in last.values())
+        found["ttft_p90"] = {level: _excess(block.ttft_ms.p90, limit) for level, block in last.items()}
     if guard.tpot_p90_ms is not None:
         limit = guard.tpot_p90_ms
-        constraints["tpot_p90"] = max(_excess(block.tpot_ms.p90, limit) for block in last.values())
-    return Score(value, constraints, ratios)
+        found["tpot_p90"] = {level: _excess(block.tpot_ms.p90, limit) for level, block in last.items()}
+    return found
 
 
 def level_ratios(data: StudyData, candidate_id: str) -> dict[int, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -24,21 +25,20 @@ from tuner.study.database import storage_problem
 from tuner.study.engine import StudyEngine, in_image
 from tuner.study.fabric import fabric_here
 from tuner.study.hardware import hardware
-from tuner.study.inherit import import_study
+from tuner.study.inherit import import_study, taken_from
 from tuner.study.interrupt import Interrupts
 from tuner.study.lease import Lease, hold
 from tuner.study.names import check_name, local_studies, study_folder
 from tuner.study.notify import message, notify
 from tuner.study.place import Place, hostname, measuring, network_filesystem
 from tuner.study.plan import Plan, Timing, plan, timing_of
-from tuner.study.planner import launches_used
-from tuner.study.policy import policy_of
+from tuner.study.planner import in_time, launches_used, owed
+from tuner.study.policy import BASELINE_EVERY, policy_for, policy_of
 from tuner.study.postgres import patient
 from tuner.study.preflight import kept_secret
 from tuner.study.probe import HttpProbe
 from tuner.study.progress import Event, Observer
 from tuner.study.sampler import seed_of
-from tuner.study.score import BASELINE_EVERY
 from tuner.study.simulated_world import Clock, SimulatedWorld, virtual
 from tuner.study.store import StudyStore, create_study, open_study, sampler_facts, study_exists
 from tuner.study.turn import turn
@@ -177,7 +177,8 @@ def new_budget(data: StudyData, limits: Limits, base: Budget) -> Budget:
     """The totals after `limits`, on top of `base`.
 
     `more` means so many more candidates than have been tried (when the study is done) or than were planned, with the
-    launches that they and a new confirmation take.
+    launches that they, a confirmation that is not finished, and a new one take. Hours that do not hold one of them and
+    those confirmations are lifted.
     """
     budget = Budget(
         launches=limits.launches or base.launches,
@@ -186,16 +187,23 @@ def new_budget(data: StudyData, limits: Limits, base: Budget) -> Budget:
     )
     if limits.more is None:
         return budget
-    if data.state != "done":
-        launches, candidates = budget.launches + limits.more, budget.candidates + limits.more
-        return replace(budget, launches=launches, candidates=candidates)
+    # With all the pairs that a calibration asks for: a larger budget has room for them.
+    policy = policy_for(data.space.profile, data.fingerprint, sys.maxsize)
     every = BASELINE_EVERY[data.space.profile]
     refreshes = limits.more // every + 1 if every else 0
-    confirmation = 2 * policy_of(data).pairs
+    confirmation = owed(data, policy) + 2 * policy.pairs
+    launches = launches_used(data) + limits.more + refreshes + confirmation
+    if data.state != "done":
+        # What was kept for a confirmation is used up where one has begun, and a new one takes as much again.
+        planned = budget.launches + limits.more
+        most = max(planned, launches) if data.confirmations else planned
+        return replace(budget, launches=most, candidates=budget.candidates + limits.more)
+    # Hours that are given with it are meant; those of before would end the search at once.
+    held = limits.hours is not None or in_time(replace(data, budget=budget), 1 + confirmation)
     return Budget(
-        launches=launches_used(data) + limits.more + refreshes + confirmation,
+        launches=launches,
         candidates=len(data.measured) + limits.more,
-        hours=None if budget.hours is not None and data.elapsed_s > 3600 * budget.hours else budget.hours,
+        hours=budget.hours if held else None,
     )
 
 
@@ -240,17 +248,20 @@ def open_or_create(
     store = open_study(name, storage)
     try:
         data = store.data()
-        if imports and not data.launches:
-            # It was only begun to be made, or has not run yet.
-            sources = [read_source(source, storage) for source in imports]
-            refuse_changes(data, space, now)
-            return _with_imports(store, sources, space, now, place, tell)
-        if imports and {one.source for one in data.imports} != set(imports):
+        begun = any(launch.state != "imported" for launch in data.launches)
+        strange = [source for source in imports if not taken_from(data, source)]
+        if begun and strange:
             raise UsageError(
-                f"the study '{name}' exists and has launches of its own; only a new study takes from others. Nothing "
-                f"was started; begin one with --study {name}-2 --import …, or run it without --import"
+                f"the study '{name}' exists, has launches of its own, and was begun without {', '.join(strange)}; only "
+                f"a new study takes from others. Nothing was started; begin one with --study {name}-2 --import …, or "
+                "run it without --import"
             )
         refuse_changes(data, space, now)
+        if imports and not begun:
+            # It was only begun to be made, or has not run yet.
+            sources = [read_source(source, storage) for source in imports]
+            _with_imports(store, sources, space, now, place, tell)
+            data = store.data()
         # The file's totals count when they were edited since; else those that the study has come to have.
         edited = space.budget != data.space.budget
         _apply(store, data, new_budget(data, limits, file_budget if edited else data.budget))

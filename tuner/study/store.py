@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,8 @@ from tuner.secrets import without_secrets
 from tuner.study import tables as t
 from tuner.study.address import shown
 from tuner.study.data import (
+    BUDGET,
+    CONFIRMATION,
     Budget,
     Confirmation,
     Import,
@@ -46,6 +50,9 @@ if TYPE_CHECKING:
     from tuner.space import Space
 
 
+IMPORTED = "imported"
+"""The event that tells what was taken from an earlier study, and what was not; its fact is the `source`."""
+
 MOST_NAMED = 200
 """Rows that a statement names one by one; of more it reads all."""
 
@@ -57,6 +64,18 @@ class AlreadyMeasured(RuntimeError):
 def sampler_facts(sampler: str) -> dict[str, Any]:
     """What a study keeps of its sampler. Another one would go on with its trials, but would not have made them."""
     return {"name": sampler, "version": 1, "seed": "study seed / trial number"}
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Of what is read nothing is garbage: a collection in the midst of it would walk through all of it for nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class StudyStore:
@@ -84,13 +103,17 @@ class StudyStore:
 
         What can no longer change (blocks, launches that have ended, candidates, events, finished trials) is read once.
         """
+        with _uncollected():
+            return self._read()
+
+    def _read(self) -> StudyData:
         with self.engine.connect() as connection:
             row = connection.execute(sa.select(t.studies).where(t.studies.c.name == self.name)).one()
             places = {row.launch: row.place for row in self._younger(connection, t.launch_places)}
             launches = self._launches(connection, places)
             blocks = self._blocks(connection)
             candidates = self._kept(connection, t.candidates, lambda c: Candidate(c.settings))
-            events = self._kept(connection, t.events, lambda e: StoredEvent(e.id, e.at, e.kind, e.message))
+            events = self._events(connection)
             confirmations = connection.execute(self._of(t.confirmations).order_by(t.confirmations.c.round)).all()
             verdicts = connection.execute(self._of(t.verdicts).order_by(t.verdicts.c.id)).all()
             quality = self._younger(connection, t.quality)
@@ -145,6 +168,13 @@ class StudyStore:
         found = {i: before[i] if i in before else fresh[i] for i in ids if i in before or i in fresh}
         self._cache[table.name] = found
         return found
+
+    def _events(self, connection: sa.Connection) -> dict[int, StoredEvent]:
+        """All events by id."""
+        found = self._kept(connection, t.events, lambda e: StoredEvent(e.id, e.at, e.kind, e.message))
+        # Read behind the events: an event and its facts are kept together.
+        facts = {row.event: row.facts for row in self._younger(connection, t.event_facts)}
+        return {i: replace(event, facts=facts[i]) if i in facts else event for i, event in found.items()}
 
     def _named(self, connection: sa.Connection, table: sa.Table, ids: Sequence[Any]) -> Sequence[Any]:
         """The rows with these ids, and with many of them all rows."""
@@ -251,12 +281,13 @@ class StudyStore:
                 connection.execute(sa.insert(t.launch_places), rows)
 
     def set_budget(self, budget: Budget, why: str) -> None:
-        """New totals."""
+        """New totals, and from which trial on they hold (`planner.budget_since`)."""
+        first = len(self.trials.outline())
         with self.engine.begin() as connection:
             connection.execute(
                 sa.update(t.studies).where(t.studies.c.name == self.name).values(budget=budget.to_dict())
             )
-            self._event(connection, "budget", why)
+            self._event(connection, BUDGET, f"{why}, from trial {first} on", {"from_trial": first})
 
     def set_space(self, space: Space, text: str) -> None:
         """Replaces the space by one that means the same (its name, budget or comments may differ)."""
@@ -264,14 +295,21 @@ class StudyStore:
             values = {"space": space.to_dict(), "space_text": text}
             connection.execute(sa.update(t.studies).where(t.studies.c.name == self.name).values(values))
 
-    def event(self, kind: str, message: str) -> None:
-        """Something worth remembering."""
+    def event(self, kind: str, message: str, facts: Mapping[str, Any] | None = None) -> None:
+        """Something worth remembering, for a person; `facts` is what the study decides by."""
         with self.engine.begin() as connection:
-            self._event(connection, kind, message)
+            self._event(connection, kind, message, facts)
 
-    def _event(self, connection: sa.Connection, kind: str, message: str) -> None:
+    def _event(
+        self, connection: sa.Connection, kind: str, message: str, facts: Mapping[str, Any] | None = None
+    ) -> None:
         values = {"study": self.name, "at": self.clock(), "kind": kind, "message": message}
-        connection.execute(sa.insert(t.events).values(values))
+        key = connection.execute(sa.insert(t.events).values(values)).inserted_primary_key
+        if facts:
+            assert key is not None
+            t.event_facts.create(connection, checkfirst=True)
+            row = {"event": key[0], "study": self.name, "facts": dict(facts)}
+            connection.execute(sa.insert(t.event_facts).values(row))
 
     def put_candidate(self, candidate: Candidate) -> None:
         """Keeps a candidate's settings; again does nothing."""
@@ -292,15 +330,16 @@ class StudyStore:
 
     def put_imports(
         self,
+        source: str,
         imports: Sequence[Import],
         candidates: Sequence[Candidate],
         launches: Sequence[StoredLaunch],
         blocks: Sequence[StoredBlock],
         message: str,
     ) -> None:
-        """Keeps what an earlier study knew, all of it or nothing: its launches and blocks become a place of their own.
+        """Keeps what the earlier study `source` knew, all of it or nothing.
 
-        The baseline's screenings get numbers that no other one has.
+        Its launches and blocks become a place of their own; the baseline's screenings get numbers that no other has.
         """
         with self.engine.begin() as connection:
             for table in (t.imports, t.launch_places):
@@ -327,7 +366,7 @@ class StudyStore:
                 connection.execute(sa.insert(t.blocks).values(row))
             for one in imports:
                 connection.execute(sa.insert(t.imports).values(study=self.name, **_import_row(one)))
-            self._event(connection, "imported", message)
+            self._event(connection, IMPORTED, message, {"source": source})
 
     def _import_launch(self, connection: sa.Connection, launch: StoredLaunch) -> int:
         values = {
@@ -514,8 +553,8 @@ class StudyStore:
             if new:
                 connection.execute(sa.insert(t.pairs), new)
 
-    def put_confirmation(self, confirmation: Confirmation) -> None:
-        """Fixes the finalists of a round."""
+    def put_confirmation(self, confirmation: Confirmation, facts: Mapping[str, Any]) -> None:
+        """Fixes the finalists of a round; `facts` say why the search before it ended (`data.CONFIRMATION`)."""
         values = {
             "study": self.name,
             "round": confirmation.round,
@@ -526,7 +565,8 @@ class StudyStore:
         }
         with self.engine.begin() as connection:
             connection.execute(sa.insert(t.confirmations).values(values))
-            self._event(connection, "confirmation", f"round {confirmation.round}: {', '.join(confirmation.finalists)}")
+            finalists = ", ".join(confirmation.finalists)
+            self._event(connection, CONFIRMATION, f"round {confirmation.round}: {finalists}", facts)
 
     def abandon(self, confirmation: int, repetition: int, why: str) -> None:
         """A pair of a confirmation whose worker is gone is not waited for any more."""

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tuner.records import Candidate
-from tuner.study.data import Budget, Confirmation, StoredTrial, StudyData, StudyState
+from tuner.study.ahead import SCOPE, Pace, Scope, SoFar, ahead, scope_of
+from tuner.study.data import BUDGET, CONFIRMATION, StoredTrial, StudyData
 from tuner.study.looks import looks_saved
-from tuner.study.policy import planned_pairs, policy_of
+from tuner.study.policy import policy_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,10 @@ class Incumbent:
 
 @dataclass(frozen=True)
 class Summary:
-    """Counts and times of a study. `left_s` is None while no launch has ended; `looks` says what racing has saved."""
+    """Counts and times of a study.
+
+    `left_s` is None while it is not known how long a launch takes; `looks` says what racing has saved.
+    """
 
     trials: Mapping[str, int]
     failures: Mapping[str, int]
@@ -82,42 +86,40 @@ def incumbent(data: StudyData) -> Incumbent | None:
     return Incumbent(data.candidates[best.candidate_id], best.value or 0.0) if best else None
 
 
-def launches_left(data: StudyData) -> int:
-    """Launches that are still planned, at most."""
-    from tuner.study.planner import launches_used
-
-    return planned_launches(
-        data.state,
-        data.budget,
-        planned_pairs(data.budget.launches, policy_of(data)),
-        used=launches_used(data),
-        confirmed=sum(launch.slot.role == "confirm" and launch.state == "done" for launch in data.launches),
-        measured=len(data.measured),
-        confirmations=data.confirmations,
-    )
+def scope(data: StudyData) -> Scope:
+    """What there was to try when the study began, as far as it is known."""
+    facts = data.facts_of(SCOPE)
+    return scope_of(facts[-1] if facts else {})
 
 
-def planned_launches(
-    state: StudyState,
-    budget: Budget,
-    pairs: int,
-    *,
-    used: int,
-    confirmed: int,
-    measured: int,
-    confirmations: Iterable[Confirmation],
-) -> int:
-    """Launches that are still planned, at most, after these."""
-    if state == "done":
-        return 0
-    if rounds := list(confirmations):
-        return max(0, sum(c.pairs * (1 + len(c.finalists)) for c in rounds) - confirmed)
-    return max(0, min(budget.launches - 2 * pairs - used, budget.candidates - measured)) + 2 * pairs
+def settled(trials: Iterable[StoredTrial]) -> int:
+    """Candidates that the search need not come back to: tried, equal to one that was, or known not to work."""
+    known = [trial for trial in trials if trial.kind != "illegal"]
+    baseline = {trial.candidate_id for trial in known if trial.kind == "baseline"}
+    return len({trial.candidate_id for trial in known} - baseline)
 
 
 def time_left_s(data: StudyData) -> float | None:
-    """Seconds until the end, at the pace so far; None while no launch has ended."""
-    from tuner.study.planner import mean_launch_s
+    """Seconds until the end, at the pace so far; None while it is not known how long a launch takes."""
+    from tuner.study.planner import launches_used, search_slot_s, usual_launch_s, whole_slot_s
 
-    each = mean_launch_s(data)
-    return launches_left(data) * each if each else None
+    each, there = usual_launch_s(data), scope(data)
+    if not each or data.state == "done":
+        return 0.0 if each else None
+    used = launches_used(data)
+    confirming = [launch.state for launch in data.launches if launch.slot.role == "confirm"]
+    done = SoFar(
+        measured=len(data.measured),
+        settled=settled(data.trials),
+        used=used,
+        searched=used - sum(state not in ("interrupted", "imported") for state in confirming),
+        confirmed=confirming.count("done"),
+        rounds=data.confirmations,
+        elapsed_s=data.elapsed_s,
+        more=next((e.kind for e in reversed(data.events) if e.kind in (BUDGET, CONFIRMATION)), "") == BUDGET,
+    )
+    pace = Pace(each)
+    if there.groups is not None or any(stored.role == "look" for stored in data.blocks.values()):
+        slot_s = whole_slot_s(data)
+        pace = Pace(max(0.0, each - slot_s), slot_s, search_slot_s(data))
+    return ahead(data.budget, policy_of(data), data.space.profile, len(data.levels), there, pace, done).seconds

@@ -190,6 +190,15 @@ events = Table(
     Column("message", Text, nullable=False),
 )
 
+event_facts = Table(
+    "tuner_event_facts",
+    metadata,
+    Column("event", Integer, primary_key=True, autoincrement=False),
+    _study(),
+    Column("facts", JSON, nullable=False),
+)
+"""What of an event a study decides by, so that its message may be reworded; most have none."""
+
 workers = Table(
     "tuner_workers",
     metadata,
@@ -237,5 +246,5 @@ imports = Table(
 )
 """What earlier studies knew of candidates when a study began: taken, stale, or left out, and why."""
 
-MADE_WHEN_NEEDED = (quality, workers, launch_places, abandoned, imports)
+MADE_WHEN_NEEDED = (quality, event_facts, workers, launch_places, abandoned, imports)
 """Tables that a database of this version may lack: they come with their first row, and reading does without them."""

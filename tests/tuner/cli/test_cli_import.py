@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.tuner.cli.test_cli_commands import KnownEngine, machine, tuner  # noqa: F401
-from tests.tuner.study.toy_study import SPACE, speed
-from tuner.study.store import open_study
+from tests.tuner.study.toy_study import SPACE, space, speed, study
+from tuner.study.ahead import SCOPE
+from tuner.study.inherit import changes_since
+from tuner.study.store import create_study, open_study
+from tuner.study.summary import scope
+from tuner.study.trials import Trials
 
 WIDER = SPACE.replace("launches: 14", "launches: 8").replace("high: 4", "high: 6").replace("name: toy", "name: wider")
 
@@ -56,6 +60,14 @@ def test_a_wider_range_takes_what_was_measured_and_measures_none_of_it_again(old
     assert {new.blocks[p.candidate_block].launch_id for p in new.pairs if p.role == "confirm"} <= {
         launch.id for launch in new.launches if launch.state == "done"
     }, "a winner is confirmed by new blocks alone"
+
+
+def test_what_there_is_to_try_is_known_of_a_study_that_began_with_an_import(old, machine, tmp_path):  # noqa: F811
+    tuner("run", write(tmp_path, WIDER), "--import", "toy", "--launches", 4)
+    new = data("wider")
+    assert scope(new).candidates == len(new.space.listed()) - 1
+    tuner("run", "new.yaml", "--launches", 6)
+    assert [event.kind for event in data("wider").events].count(SCOPE) == 1
 
 
 def test_an_import_is_repeated_without_effect(old, machine, tmp_path):  # noqa: F811
@@ -131,3 +143,76 @@ def test_a_study_that_is_not_there_or_has_begun_otherwise_is_refused(old, machin
     result = tuner("run", "new.yaml", "--import", "toy")
     assert result.exit_code == 2
     assert "--study wider-2 --import" in result.output
+
+
+def test_the_same_imports_go_on_even_where_one_of_them_had_nothing(old, machine, tmp_path):  # noqa: F811
+    for name in ("bare", "other"):
+        create_study(name, space=space(), space_text="", fingerprint={}, seed=0, budget=old.budget).close()
+    both = ("--import", "toy", "--import", "bare")
+    assert tuner("run", write(tmp_path, WIDER), *both, "--launches", 4).exit_code == 0
+    assert {one.source for one in data("wider").imports} == {"toy"}
+    trials = data("wider").trials
+    for sources in (both, ("--import", "bare"), ("--import", "toy")):
+        again = tuner("run", "new.yaml", *sources, "--launches", 4)
+        assert again.exit_code == 0, again.output
+    assert data("wider").trials == trials
+    refused = tuner("run", "new.yaml", *both, "--import", "other")
+    assert refused.exit_code == 2
+    assert "was begun without other" in refused.output
+
+
+def test_an_import_that_was_cut_short_is_finished_by_the_same_command(old, machine, tmp_path, monkeypatch):  # noqa: F811
+    class Cut(Exception):
+        pass
+
+    def cut(*_args, **_facts):
+        raise Cut
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trials, "record", cut)
+        with pytest.raises(Cut):
+            tuner("run", write(tmp_path, WIDER), "--import", "toy")
+    assert data("wider").launches, "those of the earlier study"
+    result = tuner("run", "new.yaml", "--import", "toy", "--launches", 4)
+    assert result.exit_code == 0, result.output
+    new = data("wider")
+    imported = {trial.candidate_id for trial in new.trials if trial.kind == "imported"}
+    assert imported == {trial.candidate_id for trial in old.measured}
+    assert new.budget.launches == 4
+
+
+RANGED = SPACE.partition("parameters:")[0].replace("{speculation: none}", "{mem: 0.7}") + (
+    "parameters:\n  mem: MEM\nbudget: {launches: 5, candidates: 40}\nprofile: short\n"
+)
+
+
+def test_a_number_that_an_earlier_version_kept_in_binary_is_the_decimal_that_it_is(machine, tmp_path):  # noqa: F811
+    tuner("run", write(tmp_path, RANGED.replace("MEM", "{choices: [0.7, 0.7999999999999999, 0.9]}")))
+    assert {settings["mem"] for settings in machine.starts} == {0.7, 0.7999999999999999, 0.9}
+    wider = RANGED.replace("MEM", "{low: 0.6, high: 0.9, step: 0.1}").replace("name: toy", "name: wider")
+    result = tuner("run", write(tmp_path, wider), "--import", "toy")
+    assert result.exit_code == 0, result.output
+    assert "2 candidates taken as measured there" in result.output
+    new = data("wider")
+    imported = [new.settings_of(trial.candidate_id) for trial in new.trials if trial.kind == "imported"]
+    assert sorted(settings["mem"] for settings in imported) == [0.8, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "was", "is_now"),
+    [
+        ("shm_size", "16g", None, "16g"),
+        ("gpus", "[0]", None, [0]),
+        ("network", "bridge", "host", "bridge"),
+        ("run_args", "[--cpus=4]", [], ["--cpus=4"]),
+    ],
+)
+def test_how_a_container_is_run_is_among_what_figures_depend_on(tmp_path, key, value, was, is_now):
+    text = SPACE.replace("model: toy}", "model: toy, container: {image: an/image}}")
+    store = study(tmp_path, space(text))
+    old = store.data()
+    store.close()
+    now = space(text, f"engine.container.{key}={value}")
+    assert changes_since(old, now, {}) == [f"container, {key}: was {was!r}, is now {is_now!r}"]
+    named = space(text, "engine.container.image=an/image:again")
+    assert changes_since(old, named, {}) == [], "an image is told by its digest"

@@ -25,7 +25,11 @@ def test_the_live_display_shows_candidate_block_incumbent_and_time_left(tmp_path
         return measure(*args, on_progress=on_progress, **kwargs)
 
     machine.measure = measured
-    work = controller(study(tmp_path, space(SPACE, "budget.launches=6")), machine, policy=Policy(pairs=1))
+    work = controller(
+        study(tmp_path, space(SPACE, "budget.launches=6", "objective.guard.min_speedup=0.5")),
+        machine,
+        policy=Policy(pairs=1),
+    )
     work.observer = display
     with display.live:
         work.run()

@@ -6,13 +6,18 @@ import json
 import sqlite3
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from typer.testing import CliRunner, Result
 
 from tests.tuner.export.test_verify import SIMULATED
 from tuner.cli.app import app
+from tuner.export.pack import Secrets, _database
 from tuner.secrets import redacted, without_secrets
+from tuner.study import tables as t
 
 TOKEN = "planted-Token-0123456789"
 KEY = "plantedKey42"
@@ -143,6 +148,15 @@ def test_a_pack_holds_everything_but_secrets(study: Path, monkeypatch: pytest.Mo
     second = tuner("pack", "sim")
     assert second.exit_code == 2
     assert "exists" in second.output
+
+
+def test_rows_are_packed_of_a_database_that_lacks_tables_which_come_with_their_first_row() -> None:
+    engine = sa.create_engine("sqlite://")
+    t.metadata.create_all(engine, tables=[each for each in t.metadata.sorted_tables if each not in t.MADE_WHEN_NEEDED])
+    store: Any = SimpleNamespace(engine=engine)
+    data: Any = SimpleNamespace(name="old")
+    packed = dict(_database(store, data, Secrets({})))
+    assert json.loads(packed["study.json"])["tuner_events"] == []
 
 
 def test_a_pack_that_cannot_be_written_leaves_nothing(study: Path, tmp_path: Path) -> None:

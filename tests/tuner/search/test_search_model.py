@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tuner.engines.simulated.machine import Work, accept_length, fault_at_start, plan, predict
 from tuner.engines.simulated.profiles import profile_named
 from tuner.records import Candidate
 from tuner.search.crashes import Crashes
-from tuner.search.evidence import Evidence, Measurement
-from tuner.search.guide import Costs, Goal, Guide, pays
+from tuner.search.evidence import Accepted, Evidence, Measurement
+from tuner.search.guide import Costs, Goal, Guide, Limit, best_measured, pays
+from tuner.search.physics import Physics
 from tuner.search.shape import PLAIN, Shape, shape_at
 from tuner.search.surrogate import Surrogate, spread
 from tuner.space import parse_space
@@ -196,6 +199,248 @@ def test_what_a_running_server_can_become_is_preferred_where_it_is_nearly_as_pro
     assert chosen.suggest(evidence, reach, GOAL, kept) is None
 
 
+def test_a_server_is_not_left_for_a_gain_that_is_not_worth_the_way_back() -> None:
+    candidates = tuple(Candidate({"flag": flag, "n": n}) for flag in "ab" for n in range(8))
+    baseline, chosen = candidates[0], Guide(candidates, candidates[0], (1, 8))
+    seen = candidates[:7]
+    evidence = Evidence(
+        tuple(Measurement(c, at, 100.0 * at * (1 + 0.004 * c.settings["n"])) for c in seen for at in (1, 8))
+    )  # type: ignore[operator]
+    tried, goal = {c.id for c in seen}, Goal((0.5, 0.5))
+    here = Costs(launch_s=0.0, blocks_s=60.0, hot=frozenset({"n"}), running=baseline.settings)
+    stays, leaves = (chosen.suggest(evidence, tried, goal, costs) for costs in (replace(here, stay=True), here))
+    assert stays is not None
+    assert leaves is not None
+    assert pays(stays)
+    assert (stays.candidate.settings["flag"], leaves.candidate.settings["flag"]) == ("a", "b")
+    assert leaves.gain > 2 * stays.gain
+    # There alone it would pay: of so many seconds, less than what it promises more.
+    dear = replace(here, launch_s=60.0 * (0.8 * leaves.gain / stays.gain - 1))
+    found = chosen.suggest(evidence, tried, goal, dear)
+    assert found is not None
+    assert found.candidate.settings["flag"] == "a"
+    everything = {c.id for c in candidates if c.settings["flag"] == "a"}
+    found = chosen.suggest(evidence, everything, goal, dear)
+    assert found is not None
+    assert found.candidate.settings["flag"] == "b"
+
+
+def test_a_launch_that_serves_the_baseline_begins_with_its_turn() -> None:
+    costs = Costs(600.0, 60.0, frozenset({"n"}), baseline={"flag": "a", "n": 0}, turn_s=60.0)
+    assert [costs.of({"flag": flag, "n": 3}) for flag in "ab"] == [720.0, 660.0]
+    assert replace(costs, running={"flag": "a", "n": 1}).of({"flag": "a", "n": 3}) == 60.0
+
+
+def test_a_guess_behind_a_right_one_may_be_the_better_one() -> None:
+    """N-grams match by chance, and where they go on to match it was none: 0.3 at first, then 0.6."""
+    depths = {
+        depth: Candidate({"speculation": "ngram", "num_steps": depth, "spec_version": "v2"}) for depth in range(1, 9)
+    }
+    baseline = Candidate({"speculation": "none"})
+    chosen = Guide(tuple(depths.values()), baseline, (1, 8))
+
+    def length(depth: int) -> float:
+        return 1 + sum(0.3 * 0.6**k for k in range(depth))
+
+    def told(candidate: Candidate) -> list[Measurement]:
+        depth = int(candidate.settings.get("num_steps", 0))  # type: ignore[arg-type]
+        return [
+            Measurement(candidate, at, 100.0 * at * length(depth) / (1 + 0.02 * depth), length(depth)) for at in (1, 8)
+        ]
+
+    model = chosen.surrogate(Evidence(tuple(m for c in (baseline, depths[1], depths[2], depths[3]) for m in told(c))))
+    rates = np.exp(model.log_rates()[chosen.place[depths[8].id]])
+    assert rates == pytest.approx([m.tokens_per_s for m in told(depths[8])], rel=0.07)
+
+
+NGRAM = tuple(Candidate({"speculation": "ngram", "num_steps": n, "spec_version": "v2"}) for n in range(1, 13))
+PLAINLY = Candidate({"speculation": "none"})
+
+
+def drafted(candidate: Candidate, right: Mapping[str, float]) -> list[Measurement]:
+    """Blocks of a machine on which a draft costs 0.04 of a step, and is right this often in prompts of these kinds."""
+    depth = int(candidate.settings.get("num_steps", 0))  # type: ignore[arg-type]
+    lengths = {kind: sum(p**d for d in range(depth + 1)) for kind, p in right.items()}
+    length = len(right) / sum(1 / each for each in lengths.values())
+    reached = [
+        sum(right[kind] ** d / lengths[kind] for kind in right) / len(right) * length for d in range(1, depth + 1)
+    ]
+    kinds = tuple((kind, 40.0, 900.0, each) for kind, each in lengths.items())
+    accepted = Accepted(2000.0, tuple(reached), kinds) if depth else Accepted()
+    rate = length / (1 + 0.04 * depth)
+    return [Measurement(candidate, at, 100.0 * at * rate, length, accepted=accepted) for at in (1, 4)]
+
+
+def deep_error(told: Callable[[Measurement], Measurement]) -> float:
+    """By how much (log) the length at 12 drafts is missed by a model that has seen 1 and 3, and this much of them."""
+    right = {"code": 0.9, "math": 0.6, "chat": 0.1}
+    chosen = Guide(NGRAM, PLAINLY, (1, 4))
+    model = chosen.surrogate(Evidence(tuple(told(m) for c in (PLAINLY, NGRAM[0], NGRAM[2]) for m in drafted(c, right))))
+    found = model.physics.log_accept(model.theta, chosen.catalogue.rows(np.array([11])))[0]
+    return float(abs(found - math.log(drafted(NGRAM[11], right)[0].accept_length or 0.0)))
+
+
+def test_acceptance_by_prompt_kind_tells_how_far_deep_drafts_carry() -> None:
+    """The kinds in which drafts go on and on are what deep drafts are for; one chance for all does not know them."""
+    by_kind = deep_error(lambda m: m._replace(accepted=m.accepted._replace(reached=())))
+    assert by_kind < 0.06
+    assert deep_error(lambda m: m) < 0.06
+    assert deep_error(lambda m: m._replace(accepted=Accepted())) > 2 * by_kind
+
+
+def test_of_many_kinds_the_rare_ones_count_as_one() -> None:
+    kinds = tuple((f"kind {i}", 100.0 - i, 100.0 - i, 2.0) for i in range(40))
+    blocks = [
+        Measurement(PLAINLY, 1, 100.0),
+        Measurement(NGRAM[1], 1, 150.0, 2.0, accepted=Accepted(500.0, (0.6, 0.4), kinds)),
+        Measurement(NGRAM[2], 1, 160.0, 2.2, accepted=Accepted(500.0, (), (("kind 99", 20.0, 20.0, 0.9),))),
+    ]
+    model = Guide(NGRAM, PLAINLY, (1,)).surrogate(Evidence(tuple(blocks)))
+    assert len(model.physics.kinds) == 13
+    assert sum(model.physics.kinds.values()) == pytest.approx(1)
+    assert np.isfinite(model.log_rates()).all()
+
+
+def test_what_an_engine_accepts_at_depths_of_its_own_choice_says_nothing_of_the_depth_that_was_set() -> None:
+    adaptive = Candidate({**NGRAM[5].settings, "policy": "adaptive"})
+    told = Accepted(2000.0, (0.6, 0.1, 0.05), (("code", 40.0, 900.0, 1.2), ("chat", 40.0, 900.0, 1.9)))
+    chosen = Guide((*NGRAM, adaptive), PLAINLY, (1,))
+    model = chosen.surrogate(
+        Evidence((Measurement(PLAINLY, 1, 100.0), Measurement(adaptive, 1, 130.0, 1.75, accepted=told)))
+    )
+    assert model.seen is not None
+    assert len(model.seen) == 0
+
+    known = chosen.surrogate(
+        Evidence((Measurement(PLAINLY, 1, 100.0), Measurement(NGRAM[5], 1, 130.0, 1.75, accepted=told)))
+    )
+    assert known.seen is not None
+    assert len(known.seen) == 1 + 3 + 2  # not all depths are told, so the whole is
+
+
+some_count = st.sampled_from([0.0, 1.0, 50.0])
+some_accepted = st.builds(
+    Accepted,
+    st.sampled_from([0.0, 1.0, 1e6]),
+    st.lists(st.floats(0, 1.5), max_size=20).map(tuple),
+    st.lists(
+        st.tuples(st.sampled_from(["", "code", "draft"]), some_count, some_count, st.floats(0, 99)),
+        max_size=4,
+    ).map(tuple),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 11), st.floats(0.1, 30), some_accepted), min_size=1, max_size=4))
+def test_whatever_servers_count_the_model_stays_a_model(told: list[tuple[int, float, Accepted]]) -> None:
+    blocks = [Measurement(PLAINLY, 1, 100.0)]
+    blocks += [Measurement(NGRAM[i], 1, 120.0, length, accepted=accepted) for i, length, accepted in told]
+    chosen = Guide(NGRAM, PLAINLY, (1,))
+    model = chosen.surrogate(Evidence(tuple(blocks)))
+    assert np.isfinite(model.log_rates()).all()
+    assert (model.covariances(np.arange(12), chosen.place[PLAINLY.id]) > -1e-9).all()
+
+
+def test_more_than_a_depth_allows_says_nothing_of_it() -> None:
+    """While fewer requests ran the engine drafted more: `steps_by_batch` gives one of them five drafts."""
+    table = Candidate({**NGRAM[1].settings, "steps_by_batch": "1:5,8:2"})
+    for length, reached, told in ((2.5, (0.8, 0.7), 2), (3.4, (0.8, 0.7), 0), (2.9, (0.8, 0.7, 0.4), 0)):
+        chosen = Guide((*NGRAM, table), PLAINLY, (8,))
+        block = Measurement(table, 8, 200.0, length, accepted=Accepted(900.0, reached))
+        model = chosen.surrogate(Evidence((Measurement(PLAINLY, 8, 100.0), block)))
+        assert model.seen is not None
+        assert len(model.seen) == told
+
+
+def test_of_a_tree_its_tokens_alone_teach() -> None:
+    tree = Candidate({"speculation": "eagle3", "num_steps": 3, "topk": 4, "num_draft_tokens": 8})
+    block = Measurement(tree, 1, 200.0, 2.5, accepted=Accepted(900.0, (0.8, 0.5, 0.2)))
+    model = Guide((tree,), PLAINLY, (1,)).surrogate(Evidence((Measurement(PLAINLY, 1, 100.0), block)))
+    assert model.seen is not None
+    assert len(model.seen) == 1
+
+
+def test_one_candidate_by_depth_tells_the_lengths_of_all_shallower_ones() -> None:
+    """Chances that no formula has: the first draft is right seldom, those behind it nearly always."""
+    chances = (0.2, 0.18, 0.17, 0.16, 0.15, 0.145)
+    length = 1 + sum(chances)
+    blocks = [Measurement(PLAINLY, 1, 100.0)]
+    for accepted in (Accepted(), Accepted(3000.0, chances)):
+        deep = Measurement(NGRAM[5], 1, 100.0 * length / 1.24, length, accepted=accepted)
+        chosen = Guide(NGRAM, PLAINLY, (1,))
+        model = chosen.surrogate(Evidence((*blocks, deep)))
+        shallow = chosen.catalogue.rows(np.arange(5))
+        told = np.exp(model.physics.log_accept(model.theta, shallow))
+        worst = max(abs(told / [1 + sum(chances[:d]) for d in range(1, 6)] - 1))
+        assert (worst < 0.05) == bool(accepted.reached)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_the_slopes_of_rates_are_those_of_the_formula(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    kinds = {name: float(draw.random()) for name in ("draft", "code", "right")[: draw.integers(0, 4)]}
+    physics = Physics(("eagle3", "ngram")[: draw.integers(0, 3)], kinds)
+    shapes = [
+        Shape(
+            str(draw.choice(["eagle3", "ngram", "none"])),
+            int(depth := draw.integers(0, 7)),
+            topk := int(draw.integers(1, 5)),
+            int(depth) * topk + 1,
+            bool(draw.integers(2)),
+        )
+        for _ in range(9)
+    ]
+    terms = physics.terms(shapes, [int(level) for level in draw.integers(1, 65, 9)])
+    theta = physics.prior_mean + draw.normal(0, 0.5, len(physics.names))
+    moved = 1e-5 * np.eye(len(theta))
+    slopes = [(physics.log_rate(theta + d, terms) - physics.log_rate(theta - d, terms)) / 2e-5 for d in moved]
+    assert physics.jacobian(theta, terms) == pytest.approx(np.array(slopes).T, abs=1e-4)
+
+
+def test_a_loud_host_is_known_by_what_it_measured() -> None:
+    """Blocks say that they are steady to 1.5 %; where they are not, what one of them promises is believed less."""
+    told = []
+    for noise in (0.012, 0.08):
+        draw, chosen = random.Random(5), guide()
+        some = draw.sample([c for c in CANDIDATES if not crashes(c)], 24)
+        blocks = []
+        for one in (SPACE.baseline, *some):
+            off = draw.gauss(0, noise)  # of one visit, at all levels
+            blocks += [m._replace(tokens_per_s=m.tokens_per_s * math.exp(off)) for m in measured(one, simulated, draw)]
+        told.append(Surrogate(chosen.catalogue, blocks, chosen.fixed).loud)
+    assert told[0] < 1.5
+    assert told[1] > 2.0
+
+
+def test_the_sizes_of_the_process_do_not_jump_with_a_block_more() -> None:
+    """A study that was killed has a block or two more; what is tried next is to hang on what they say alone."""
+    draw, chosen = random.Random(3), guide()
+    some = draw.sample([c for c in CANDIDATES if not crashes(c)], 12)
+    blocks = [one for c in (SPACE.baseline, *some) for one in measured(c, simulated, draw)]
+    sizes = [Surrogate(chosen.catalogue, blocks[:n], chosen.fixed).size for n in range(18, len(blocks))]
+    steps = np.abs(np.diff(np.log(sizes), axis=0))
+    assert steps.max() < 0.7  # from one of the nine to the next it is 1.1 and more
+    assert np.median(steps) < 0.1
+
+
+def test_a_setting_that_never_varied_is_not_held_for_a_great_one() -> None:
+    """Whatever the physics gets wrong of a level is wrong of all: it says nothing of weights that nobody measured."""
+    steps = tuple({"speculation": "eagle3", "num_steps": depth, "spec_version": "v2"} for depth in range(1, 5))
+    candidates = tuple(Candidate({**one, "weights": weights}) for one in steps for weights in ("bf16", "int8"))
+    baseline = Candidate({"speculation": "none", "weights": "bf16"})
+    chosen = Guide(candidates, baseline, (1, 4, 16))
+    odd = {1: 1.0, 4: 0.8, 16: 1.25}
+    blocks = [
+        Measurement(one, level, simulated(one.settings, level) * odd[level])
+        for one in (baseline, *(c for c in candidates[:6] if c.settings["weights"] == "bf16"))
+        for level in (1, 4, 16)
+    ]
+    model = chosen.surrogate(Evidence(tuple(blocks)))
+    other = chosen.place[candidates[1].id]
+    assert spread(model.covariances(np.array([other]), chosen.place[baseline.id]), (1 / 3,) * 3)[0] < 0.25
+
+
 def test_a_guard_keeps_the_search_where_no_level_is_slow() -> None:
     def uneven(settings: Mapping[str, Any], level: int) -> float:
         rate = simulated(SPACE.baseline.settings, level)
@@ -212,6 +457,43 @@ def test_a_guard_keeps_the_search_where_no_level_is_slow() -> None:
         blocks += measured(found.candidate, uneven, draw)
     late = [c.settings.get("num_steps", 0) for c in tried[6:]]
     assert sum(steps > 2 for steps in late) <= 3  # of seven, and four in six candidates are such
+
+
+def test_who_breaks_a_limit_on_a_latency_is_not_the_one_to_beat() -> None:
+    """The fast ones are too slow for a token; of those in time each is better than the one before it."""
+
+    def told(candidate: Candidate) -> list[Measurement]:
+        late = candidate.settings["flag"] == "late"
+        rate = 1.5 if late else 1.0 + 0.04 * float(candidate.settings["other"])
+        return [Measurement(candidate, at, 100.0 * at * rate, tpot_p90_ms=60.0 if late else 20.0) for at in (1, 8)]
+
+    candidates = tuple(Candidate({"flag": flag, "other": n}) for flag in ("late", "in time") for n in range(9))
+    baseline = Candidate({"flag": "in time", "other": 0})
+    known = [c for c in candidates if c.settings["flag"] == "late" or c.settings["other"] in range(5)]
+    evidence = Evidence(tuple(m for candidate in known for m in told(candidate)))
+    tried = {candidate.id for candidate in known}
+    chosen = Guide(candidates, baseline, (1, 8))
+    for limit in (Limit("tpot_p90_ms", 50.0), Limit("tpot_p90_ms", 50.0, 8)):
+        found = chosen.suggest(evidence, tried, Goal((0.5, 0.5), limits=(limit,)))
+        assert found is not None
+        assert found.candidate.settings["flag"] == "in time"
+        assert pays(found)
+    assert not pays(chosen.suggest(evidence, tried, Goal((0.5, 0.5))))
+    limited = best_measured(evidence, baseline, (1, 8), Goal((0.5, 0.5), limits=(Limit("tpot_p90_ms", 50.0),)))
+    assert [c.settings["other"] for c in limited[:5]] == [4, 3, 2, 1, 0]
+    assert best_measured(evidence, baseline, (1, 8), Goal((0.5, 0.5)))[0].settings["flag"] == "late"
+
+
+def test_the_best_measured_are_best_by_the_goal_and_not_at_the_lowest_level() -> None:
+    one, other = Candidate({"flag": "a"}), Candidate({"flag": "b"})
+    figures = {("a", 1): 150.0, ("a", 64): 800.0, ("b", 1): 90.0, ("b", 64): 1200.0}
+    blocks = [Measurement(c, at, figures[str(c.settings["flag"]), at]) for c in (one, other) for at in (1, 64)]
+    base = Candidate({})
+    blocks += [Measurement(base, 1, 100.0), Measurement(base, 64, 1000.0)]
+    evidence = Evidence(tuple(blocks))
+    assert best_measured(evidence, base, (1, 64), Goal((0.1, 0.9)))[0] == other
+    assert best_measured(evidence, base, (1, 64), Goal((0.9, 0.1)))[0] == one
+    assert best_measured(evidence, base, (1, 64), Goal((0.1, 0.9), least=math.log(0.95)))[0] == base
 
 
 def test_nothing_to_gain_is_said() -> None:

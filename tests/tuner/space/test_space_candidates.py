@@ -1,7 +1,10 @@
 import random
+from decimal import Decimal
 
 import optuna
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tuner.errors import UsageError
 from tuner.records import Candidate
@@ -108,6 +111,59 @@ def test_a_float_range_with_a_step_keeps_to_it():
     )
     mem = next(p for p in parse_space(text).parameters if p.name == "mem")
     assert mem.domain == (0.5, 0.75, 1.0)
+
+
+RANGE = """\
+name: ranged
+engine: {{kind: fake, model: m}}
+workload: {{concurrency: [1]}}
+baseline: {{mem: {low}}}
+parameters: {{mem: {{low: {low}, high: {high}, step: {step}}}}}
+"""
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    low=st.decimals(-100, 100, allow_nan=False, places=3),
+    step=st.decimals(Decimal("0.001"), 10, allow_nan=False, places=3),
+    count=st.integers(1, 60),
+    seed=st.integers(0, 2**31),
+)
+def test_a_float_range_has_the_decimals_that_a_person_writes_whoever_asks_for_them(low, step, count, seed):
+    decimals = [low + i * step for i in range(count + 1)]
+    values = tuple(float(each) for each in decimals)
+    space = parse_space(RANGE.format(low=low, high=decimals[-1], step=step))
+    (mem,) = space.parameters
+    assert mem.domain == values
+    # From either end, in binary sums, which drift.
+    assert tuple(mem.written(values[0] + i * float(step)) for i in range(count + 1)) == values
+    assert tuple(mem.written(values[-1] - i * float(step)) for i in range(count + 1)) == values[::-1]
+    assert [mem.offered(value) for value in values] == list(values)
+    assert mem.offered(values[0] + float(step) / 2) is None
+    assert mem.offered(values[-1] + float(step)) is None
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
+    assert space.suggest(study.ask()).settings["mem"] in values
+    assert {candidate.settings["mem"] for candidate in space.drawn(20, seed)} <= set(values)
+    kept = optuna.distributions.FloatDistribution(values[0], values[-1], step=float(step))
+    for value in values:
+        optuna.trial.create_trial(value=0.0, params={"mem": value}, distributions={"mem": kept})
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "values"),
+    [(0.55, 0.85, (0.55, 0.65, 0.75, 0.85)), (0.7, 0.9, (0.7, 0.8, 0.9)), (0.6, 0.9, (0.6, 0.7, 0.8, 0.9))],
+)
+def test_no_value_of_a_range_is_above_its_end_and_each_has_one_spelling(low, high, values):
+    space = parse_space(RANGE.format(low=low, high=high, step=0.1), overrides=(f"baseline.mem={values[1]}",))
+    assert [each.candidate.settings["mem"] for each in space.listed().values()] == list(values)
+    assert space.baseline.id in space.listed()
+
+
+def test_a_step_that_misses_the_end_by_a_rounding_does_not_go_beyond_it():
+    space = parse_space(RANGE.format(low=0, high=1, step="0.333333333334"))
+    (mem,) = space.parameters
+    assert mem.domain == (0.0, 0.333333333334, 0.666666666668)
+    assert {candidate.settings["mem"] for candidate in space.drawn(50)} == set(mem.domain)
 
 
 def test_the_full_profile_is_what_the_file_says(space):

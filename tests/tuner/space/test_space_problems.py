@@ -5,9 +5,11 @@ import contextlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from optuna.trial import FixedTrial
 
 from tuner.engines.base import env_problems
 from tuner.errors import UsageError
+from tuner.records import Candidate
 from tuner.space import Outside, SpaceProblems, parse_space
 
 GOOD = """\
@@ -258,3 +260,71 @@ parameters: {env.X: {choices: ["p\\0q", ok]}}
         parse_space(text, outside=outside)
     assert "space:2: engine.env.A=B: 'A=B' is not the name of a variable" in str(caught.value)
     assert "space:5: parameters.env.X.choices[0]" in str(caught.value)
+
+
+MISFIT = """\
+name: toy
+engine: {kind: fake, model: m}
+workload: {concurrency: [1]}
+baseline: {speculation: ngram, disable_batch_threshold: never}
+parameters:
+  speculation: {choices: [ngram]}
+  disable_batch_threshold: {choices: [8, 16, 32]}
+rules:
+  - {forbid: disable_batch_threshold > 16, because: too high}
+"""
+
+
+def test_a_rule_that_cannot_be_asked_of_the_baseline_is_a_problem_of_the_rule_with_what_to_write():
+    with pytest.raises(SpaceProblems) as caught:
+        parse_space(MISFIT)
+    (problem,) = caught.value.problems
+    assert (problem.line, problem.where) == (9, "rules[0].forbid")
+    assert (
+        "does not fit the baseline (disable_batch_threshold='never'): 'never' and 16 have no order" in problem.message
+    )
+    written = "disable_batch_threshold != 'never' and (disable_batch_threshold > 16)"
+    assert f"write {written}" in problem.message
+    good = parse_space(MISFIT.replace("disable_batch_threshold > 16", written))
+    assert [good.forbidden(Candidate({"disable_batch_threshold": each})) is None for each in (8, 32, "never")] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_without_speculation_a_rule_about_it_is_not_asked_of_the_baseline():
+    text = MISFIT.replace("speculation: ngram, d", "speculation: none, d")
+    assert parse_space(text).baseline.settings == {"speculation": "none"}
+
+
+def test_a_candidate_of_which_a_rule_cannot_be_asked_is_ruled_out_with_the_reason():
+    space = parse_space(MISFIT.replace("threshold: never", "threshold: 8"))
+    why = space.forbidden(Candidate({"disable_batch_threshold": "never"}))
+    assert why == (
+        "a rule does not fit disable_batch_threshold='never': 'never' and 16 have no order "
+        "(rule: disable_batch_threshold > 16)"
+    )
+
+
+def test_a_condition_that_fits_all_but_one_value_in_a_million_ends_in_words():
+    text = MISFIT.partition("parameters")[0] + (
+        "parameters:\n  mem: {low: 0.25, high: 0.9}\n  depth: {choices: [1, 2], when: 1 / (mem - 0.5) > 1}\n"
+    )
+    space = parse_space(text)
+    with pytest.raises(UsageError, match=r"'1 / \(mem - 0\.5\) > 1' does not fit mem=0\.5: .* divides by zero"):
+        space.suggest(FixedTrial({"mem": 0.5, "depth": 1}))
+
+
+def test_a_condition_that_does_not_fit_is_told_once_whatever_hangs_on_it():
+    class Connected(FakeEngine):
+        settings = {**FakeEngine.settings, "allreduce": KnownSetting("nccl")}  # noqa: RUF012
+
+    text = GOOD.replace("num_steps: {low: 1, high: 4", "env.NCCL_PROTO: {choices: [unset, LL]").replace(
+        "speculation != 'none'", "speculation > 3"
+    )
+    with pytest.raises(SpaceProblems) as caught:
+        parse_space(text, outside=Outside(lambda _kind: Connected()))
+    (problem,) = caught.value.problems
+    assert (problem.line, problem.where) == (7, "parameters.env.NCCL_PROTO.when")
+    assert "have no order" in problem.message

@@ -39,7 +39,7 @@ class HotEngine(ToyEngine):
     hot = HOT
 
     def change(self, record: LaunchRecord) -> Change:
-        return Change("/reconfigure", {**DEFAULTS, **{k: v for k, v in record.settings.items() if k in HOT}})
+        return Change("/reconfigure", {**DEFAULTS, **{k: v for k, v in record.settings.items() if k in self.hot}})
 
     def mismatches(self, record: LaunchRecord, server_info: dict[str, Any]) -> list[Mismatch]:
         return compare(record.expected, server_info, all_told=True)

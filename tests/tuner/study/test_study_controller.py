@@ -1,7 +1,9 @@
 """What a whole study does, on a machine whose speed is a function of the candidate."""
 
 import math
+import re
 from collections import Counter
+from dataclasses import dataclass, replace
 
 import optuna
 import pytest
@@ -18,10 +20,13 @@ from tests.tuner.study.toy_study import (
 )
 from tuner.errors import EnvironmentBroken, StudyStopped
 from tuner.records import Failure
+from tuner.report.view import study_view
 from tuner.study.data import Slot
 from tuner.study.decide import recommendation
-from tuner.study.policy import Policy
+from tuner.study.planner import launches_left, owed
+from tuner.study.policy import Policy, policy_of
 from tuner.study.score import PESSIMISTIC
+from tuner.study.session import Limits, new_budget
 from tuner.study.summary import summary
 
 QUICK = Policy(pairs=1)
@@ -125,6 +130,17 @@ def test_the_search_stops_at_the_number_of_candidates(tmp_path):
     assert data.reason == "2 of 2 candidates tried"
 
 
+def test_rules_that_leave_nothing_are_named_where_the_candidates_cannot_be_listed(tmp_path):
+    text = SPACE.partition("parameters:")[0] + (
+        "parameters:\n  mem: {low: 0.1, high: 0.9}\nrules:\n  - {forbid: mem > 0, because: nothing fits}\n"
+        "budget: {launches: 14, candidates: 40}\nprofile: short\n"
+    )
+    the_space = space(text, "sampler=random")
+    data, machine, _ = run(tmp_path, the_space=the_space, policy=replace(QUICK, max_idle_trials=5))
+    assert data.reason == ("the last 5 proposals were known or ruled out, 5 by: nothing fits (rule: mem > 0)")
+    assert len(machine.starts) == 1
+
+
 def test_the_search_stops_at_the_hours_and_still_confirms(tmp_path):
     # Two blocks of 10 s make a launch of 20 s; 288 s are 14 launches, 8 of them for the confirmation.
     data, _, _ = run(tmp_path, the_space=space(SPACE, "budget.launches=40", "budget.hours=0.08"))
@@ -132,6 +148,120 @@ def test_the_search_stops_at_the_hours_and_still_confirms(tmp_path):
     assert data.confirmations[0].pairs == 4
     assert len(data.measured) == 5
     assert data.elapsed_s == 280
+
+
+def test_hours_that_hold_no_confirmation_are_kept_and_the_end_says_how_to_get_one(tmp_path):
+    # 108 s hold the baseline, a candidate, and 3 of the 8 launches that a claim takes.
+    data, _, store = run(tmp_path, the_space=space(SPACE, "budget.launches=40", "budget.hours=0.03"))
+    assert data.state == "done"
+    assert (len(data.measured), data.confirmations, data.elapsed_s) == (1, (), 40)
+    said = re.search(r"no time is left to confirm .* tuner resume toy --hours ([\d.]+)", data.reason)
+    hours = float(said[1])
+    store.set_budget(replace(data.budget, hours=hours), "more")
+    more = controller(store, ToyMachine()).run()
+    assert Counter(pair.concurrency for pair in more.pairs if pair.role == "confirm") == {1: 4, 8: 4}
+    assert more.elapsed_s <= 3600 * hours
+
+
+def test_hours_that_hold_fewer_pairs_confirm_in_those(tmp_path):
+    # 280.8 s hold the baseline, a candidate and 12 launches: 6 of 8 pairs.
+    the_space = space(SPACE, "budget.launches=40", "budget.hours=0.078")
+    data, _, _ = run(tmp_path, the_space=the_space, policy=Policy(pairs=8))
+    assert Counter(pair.concurrency for pair in data.pairs if pair.role == "confirm") == {1: 6, 8: 6}
+    assert "after 6 of 8 pairs: tuner resume toy --hours" in data.reason
+    assert study_view(data).rounds == ((1, 6),)
+    assert data.elapsed_s == 280
+
+
+def test_why_the_search_has_ended_is_what_was_so_when_its_confirmation_began(tmp_path):
+    data, _, _ = run(tmp_path, the_space=space(SPACE, "budget.launches=12"), policy=Policy(pairs=4))
+    confirmed = sum(launch.slot.role == "confirm" for launch in data.launches)
+    assert confirmed >= 8
+    assert data.reason == f"{len(data.launches) - confirmed} of 12 launches used, 8 kept for confirmation"
+
+
+@dataclass
+class Slower(ToyMachine):
+    """A block of the confirmation takes longer."""
+
+    confirm_s: float = 20.0
+
+    def measure(self, *args, role, **given):
+        self.block_s = self.confirm_s if role == "confirm" else 10.0
+        return super().measure(*args, role=role, **given)
+
+
+def test_pairs_that_the_hours_did_not_seem_to_hold_are_measured_where_there_is_time(tmp_path):
+    the_space = space(SPACE, "budget.launches=40", "budget.hours=0.078")
+    data, _, _ = run(tmp_path, Slower(confirm_s=5.0), the_space=the_space, policy=Policy(pairs=8))
+    assert Counter(pair.concurrency for pair in data.pairs if pair.role == "confirm") == {1: 8, 8: 8}
+    assert data.elapsed_s == 200
+
+
+def test_a_first_start_into_a_cold_cache_is_not_held_for_usual(tmp_path):
+    # 612 s hold 320 s of the baseline, and 14 launches of 20 s: 6 candidates, 8 launches for the confirmation.
+    the_space = space(SPACE, "budget.launches=40", "budget.hours=0.17")
+    data, _, _ = run(tmp_path, ToyMachine(first_start_s=300.0), the_space=the_space)
+    assert len(data.measured) == 6
+    assert Counter(pair.concurrency for pair in data.pairs if pair.role == "confirm") == {1: 4, 8: 4}
+    assert data.elapsed_s == 600
+
+
+def test_a_confirmation_that_the_hours_end_keeps_its_pairs_and_goes_on_with_more_hours(tmp_path):
+    the_space = space(SPACE, "budget.launches=40", "budget.hours=0.08")
+    data, _, store = run(tmp_path, Slower(), the_space=the_space)
+    assert data.state == "done"
+    assert data.elapsed_s <= 288 + 40, "to within a launch"
+    assert "after 2 of 4 pairs: tuner resume toy --hours" in data.reason
+    assert Counter(pair.concurrency for pair in data.pairs if pair.role == "confirm") == {1: 2, 8: 2}
+    assert new_budget(data, Limits(more=2), data.budget).hours is None, "they would end the search at once"
+    assert new_budget(data, Limits(more=2, hours=1), data.budget).hours == 1
+    store.set_budget(replace(data.budget, hours=0.11), "more")
+    more = controller(store, Slower()).run()
+    assert len(more.confirmations) == 1
+    assert Counter(pair.concurrency for pair in more.pairs if pair.role == "confirm") == {1: 4, 8: 4}
+    assert data.blocks.items() <= more.blocks.items()
+
+
+def test_more_hours_finish_the_confirmation_that_they_cut_before_they_search_on(tmp_path):
+    the_space = space(SPACE, "budget.launches=40", "budget.hours=0.08")
+    data, _, store = run(tmp_path, Slower(), the_space=the_space)
+    store.set_budget(replace(data.budget, hours=1), "more")
+    more = controller(store, ToyMachine()).run()
+    roles = [launch.slot.role for launch in more.launches[len(data.launches) :]]
+    assert roles[:4] == ["confirm"] * 4
+    assert "screen" in roles[4:]
+
+
+def test_more_behind_a_confirmation_that_the_hours_cut_confirms_the_best_of_what_it_finds(tmp_path):
+    before, _, store = run(tmp_path, Slower(), the_space=space(SPACE, "budget.launches=40", "budget.hours=0.08"))
+    known = [dict(before.settings_of(trial.candidate_id)) for trial in before.trials]
+    store.set_budget(new_budget(before, Limits(more=2), before.budget), "more")
+    best_last = ToyMachine(speed=lambda some, level: speed(some, level) * (1 if dict(some) in known else 3))
+    data = controller(store, best_last).run()
+    assert len(data.measured) == len(before.measured) + 2
+    best = max(data.measured, key=lambda trial: trial.value)
+    assert best.number >= len(before.trials)
+    assert best.candidate_id in data.confirmations[-1].finalists
+    assert Counter(pair.concurrency for pair in data.pairs if pair.role == "confirm") == {1: 8, 8: 8}
+
+
+@pytest.mark.parametrize("fingerprint", [{}, {"pairs": 16}])
+@pytest.mark.parametrize("state", ["done", "interrupted"])
+def test_more_leaves_launches_for_so_many_candidates_and_for_all_that_is_confirmed(tmp_path, state, fingerprint):
+    the_space = space(SPACE, "budget.launches=40", "budget.hours=0.08")
+    data, _, _ = run(tmp_path, Slower(), the_space=the_space)
+    data = replace(data, state=state, fingerprint=fingerprint, budget=replace(data.budget, launches=14))
+    more = replace(data, budget=new_budget(data, Limits(more=3), data.budget))
+    policy = policy_of(more)
+    assert launches_left(more, policy) - owed(more, policy) >= 3
+
+
+def test_the_pair_that_makes_a_claim_possible_is_measured_though_it_ends_late(tmp_path):
+    the_space = space(SPACE, "budget.launches=40", "budget.hours=0.08")
+    data, _, _ = run(tmp_path, Slower(confirm_s=12.5), the_space=the_space)
+    assert Counter(pair.concurrency for pair in data.pairs if pair.role == "confirm") == {1: 4, 8: 4}
+    assert 288 < data.elapsed_s <= 288 + 2 * 25
 
 
 def test_a_small_budget_searches_and_says_that_it_cannot_confirm(tmp_path):

@@ -6,6 +6,7 @@ import math
 import random
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ from tests.tuner.study.hot_toy import HotEngine, HotMachine
 from tests.tuner.study.toy_study import controller, space, study
 from tuner.records import Failure
 from tuner.report.view import study_view
+from tuner.search.crossing import Crossing, crossings, ratio
 from tuner.search.evidence import BLOCK_SD
 from tuner.search.shape import shape_at
 from tuner.study.data import Slot, StudyData
 from tuner.study.decide import recommendation
-from tuner.study.edges import ROUNDS
+from tuner.study.edges import ROUNDS, _said
 from tuner.study.planner import launches_used
 from tuner.study.policy import Policy
-from tuner.study.schedule import block_sd, measured_crossings
+from tuner.study.schedule import block_sd, curves_of, planned
 
 SPACE = """
 name: toy
@@ -108,9 +110,26 @@ def test_the_report_says_where_speculation_pays_and_between_which_loads_that_is_
     (note,) = [one for one in recommendation(data).advice if one.startswith("Where it pays")]
     assert "up to about 7 at once (95 %: " in note
     assert ", 32 requests" in note
-    (found,) = next(iter(measured_crossings(data).values()))
+    (curves,) = curves_of(data).values()
+    (found,) = crossings(ratio(curves[3], curves[0]))
     assert found.low <= 7.4 <= found.high
     assert not found.rising
+
+
+@pytest.mark.parametrize(("lead", "looked_for"), [(0.10, True), (0.02, False)])
+def test_a_change_between_two_depths_is_looked_for_only_where_noise_has_not_made_it(tmp_path, lead, looked_for):
+    """At one request the third step gains `lead`, at 32 it loses as much; plain decoding never wins."""
+
+    def speed(settings: Mapping[str, Any], level: int) -> float:
+        depth = shape_at(settings, level).depth
+        steep = lead * (1 - 2 * math.log(level) / math.log(32))
+        return 100.0 * level**0.7 * {0: 1.0, 1: 1.1, 2: 1.3, 3: 1.3 * (1 + steep)}[depth]
+
+    engine = HotEngine()
+    engine.hot = engine.hot | {"steps_by_batch"}
+    data = controller(study(tmp_path, space(SPACE)), HotMachine(speed=speed), engine, policy=POLICY).run()
+    assert [trial for trial in data.trials if "steps_by_batch" in data.settings_of(trial.candidate_id)]
+    assert bool(edges(data)) == looked_for
 
 
 def test_a_threshold_of_the_space_far_from_the_crossing_is_told(tmp_path):
@@ -120,6 +139,11 @@ def test_a_threshold_of_the_space_far_from_the_crossing_is_told(tmp_path):
     assert winner is not None
     (note,) = [one for one in recommendation(data).advice if one.startswith("Where it pays")]
     assert ("switches at 3" in note) == (winner.settings["disable_batch_threshold"] == 2)
+
+
+def test_a_limit_at_an_end_of_what_was_measured_is_that_level():
+    one = Crossing(93.0, math.exp(math.log(78)), math.exp(math.log(100) + 1e-12), False)
+    assert _said(one, 1, 100) == "up to about 93 at once (95 %: 78 to 100 or more)"
 
 
 DIES = Failure("died_mid_bench", "bench", "it died")
@@ -188,3 +212,20 @@ def test_the_noise_of_crossings_is_what_the_baseline_shows(tmp_path):
     (tmp_path / "noisy").mkdir()
     data = controller(study(tmp_path / "noisy", space(SPACE, twice)), noisy, HotEngine(), policy=POLICY).run()
     assert block_sd(quiet) < BLOCK_SD < 0.03 < block_sd(data)
+
+
+def test_a_schedule_has_to_promise_more_than_the_best_that_was_imported(tmp_path):
+    def speed(settings: Mapping[str, Any], level: int) -> float:
+        return speed_of(7.4)(settings, level) * float(settings["threads"])
+
+    store = study(tmp_path, space(SPACE, "parameters.threads.choices=[1, 2]"))
+    data = controller(store, HotMachine(speed=speed), HotEngine(), policy=POLICY).run()
+
+    told = [(trial, data.settings_of(trial.candidate_id)) for trial in data.measured]
+    constant = [(trial, s["threads"], s["num_steps"]) for trial, s in told if "disable_batch_threshold" not in s]
+    known = [data.trials[0], *(trial for trial, threads, _ in constant if threads == 1)]
+    fast = [replace(t, kind="imported") for t, threads, steps in constant if (threads, steps) == (2, 3)]
+    assert len(known) == 4
+    assert len(fast) == 1
+    assert planned(replace(data, trials=tuple(known)), lambda _: True) is not None
+    assert planned(replace(data, trials=(*known, *fast)), lambda _: True) is None

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -17,14 +18,17 @@ from benchmarks import many_candidates
 from tests.tuner.study.hot_toy import SPACE as HOT
 from tests.tuner.study.hot_toy import HotEngine, HotMachine
 from tests.tuner.study.test_study_workers import fleet
-from tests.tuner.study.toy_study import ToyMachine, controller, space, study
+from tests.tuner.study.toy_study import SPACE, ToyMachine, controller, space, study
 from tuner.records import Failure
 from tuner.space import parse_space
+from tuner.study import tables as t
+from tuner.study.ahead import Scope
 from tuner.study.glance import Glance, glance
 from tuner.study.places import shares
+from tuner.study.planner import budget_since
 from tuner.study.policy import Policy
 from tuner.study.store import StudyStore, open_study
-from tuner.study.summary import summary
+from tuner.study.summary import scope, summary
 
 
 def looked(store: StudyStore) -> Glance:
@@ -63,17 +67,94 @@ class Killed(Exception):
     pass
 
 
-def test_of_a_study_that_was_killed_within_a_launch(tmp_path: Path) -> None:
-    store = study(tmp_path)
-    left = iter(range(9))
+def killed(store: StudyStore, machine: ToyMachine, checks: int = 9, **given: Any) -> StudyStore:
+    """The study, ended so many checks after its begin."""
+    left = iter(range(checks))
 
     def die() -> None:
         if next(left, None) is None:
             raise Killed
 
     with pytest.raises(Killed):
+        controller(store, machine, check=die, **given).run()
+    return store
+
+
+def test_of_a_study_that_was_killed_within_a_launch(tmp_path: Path) -> None:
+    same(killed(study(tmp_path), ToyMachine()))
+
+
+@pytest.mark.parametrize("look", [0.0, 1 / 3])
+def test_of_studies_that_were_killed_while_servers_stayed_up(tmp_path: Path, look: float) -> None:
+    for checks in (9, 20, 40):
+        folder = tmp_path / str(checks)
+        folder.mkdir()
+        store = study(folder, space(HOT, "budget.hours=2"))
+        same(killed(store, HotMachine(), checks, engine=HotEngine(), policy=Policy(pairs=4, look=look)))
+
+
+def test_a_slow_first_start_is_not_what_is_expected_of_all_that_follow(tmp_path: Path) -> None:
+    """Some twelve launches of 20 s are left at most; one start of 300 s does not make them longer."""
+    store = killed(study(tmp_path), ToyMachine(first_start_s=300.0), 20)
+    same(store)
+    left_s = looked(store).summary.left_s
+    assert left_s is not None
+    assert 0 < left_s < 300
+
+
+def test_time_is_left_only_for_candidates_that_there_are(tmp_path: Path) -> None:
+    three = ("parameters.disable_batch_threshold.choices=[never]", "parameters.num_steps.high=3", "rules=[]")
+    left = []
+    for more in ((), ("budget.candidates=3",)):
+        folder = tmp_path / str(len(more))
+        folder.mkdir()
+        store = killed(study(folder, space(SPACE, "budget.launches=24", *three, *more)), ToyMachine())
+        left.append(looked(store).summary.left_s)
+    assert left[0]
+    assert left[0] == left[1]
+
+
+def test_a_larger_budget_is_searched_behind_an_open_round(tmp_path: Path) -> None:
+    store = study(tmp_path, space(SPACE, "budget.launches=24", "budget.candidates=3"))
+
+    def die() -> None:
+        if store.data().confirmations:
+            raise Killed
+
+    with pytest.raises(Killed):
         controller(store, ToyMachine(), check=die).run()
     same(store)
+    round_s = looked(store).summary.left_s
+    store.set_budget(replace(store.data().budget, launches=60, candidates=6), "more")
+    same(store)
+    with_search_s = looked(store).summary.left_s
+    controller(store, ToyMachine()).run()
+    assert len(store.data().measured) == 6
+    assert round_s
+    assert with_search_s
+    assert with_search_s > 1.5 * round_s
+
+
+def test_what_a_study_decides_by_does_not_hang_on_the_wording_of_its_events(tmp_path: Path) -> None:
+    store = killed(study(tmp_path), ToyMachine(), 20)
+    store.set_budget(replace(store.data().budget, launches=20), "more")
+    with store.engine.begin() as connection:
+        connection.execute(sa.update(t.events).values(message="in other words"))
+    data = study(tmp_path).data()
+    assert scope(data).candidates == 7
+    assert budget_since(data) == len(data.trials)
+    same(store)
+
+
+def test_a_study_from_before_events_had_facts_is_read_and_gets_them_with_its_next_run(tmp_path: Path) -> None:
+    old = killed(study(tmp_path), ToyMachine(), 20)
+    with old.engine.begin() as connection:
+        t.event_facts.drop(connection)
+    store = study(tmp_path)
+    assert scope(store.data()) == Scope()
+    same(store)
+    controller(store, ToyMachine()).run()
+    assert scope(store.data()).candidates == 7
 
 
 def test_of_a_study_that_races_on_servers_that_stay_up(tmp_path: Path) -> None:

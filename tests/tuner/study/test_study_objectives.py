@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tuner.study.test_study_controller import run
-from tests.tuner.study.toy_study import SPACE, ToyMachine, block, space
+from tests.tuner.study.toy_study import SPACE, ToyEngine, ToyMachine, block, space
 from tuner.errors import UsageError
 from tuner.export.choose import choose
 from tuner.judge.pareto import front
@@ -20,6 +20,9 @@ from tuner.report.view import study_view
 from tuner.space.schema import SloSection
 from tuner.study.decide import pareto_set, recommendation
 from tuner.study.goodput import goodput, keeps
+from tuner.study.planner import finalists, without_gain
+from tuner.study.policy import Policy
+from tuner.study.race import race
 from tuner.study.score import weights
 
 
@@ -49,6 +52,28 @@ def test_the_objective_decides_who_wins(tmp_path: Path, objective: tuple[str, ..
     assert found.overall.winner is not None
     assert found.overall.winner.settings["num_steps"] == steps
     assert any("Overall means" in line for line in found.advice)
+
+
+@pytest.mark.parametrize("limit", ["ttft_ms: 1", "tpot_ms: 2", "e2e_ms: 20"])
+def test_where_nobody_keeps_the_limits_nobody_wins_and_that_is_said(tmp_path: Path, limit: str) -> None:
+    slo = f"objective.slo={{{limit}}}"
+    found = recommendation(searched(tmp_path, "objective.maximize=goodput", slo, "objective.guard.min_speedup=0.5"))
+    assert found.overall.winner is None
+    assert found.overall.finalist is None
+    assert "nobody has goodput" in found.overall.why
+    assert all(choice.finalist or choice.winner for choice in found.per_concurrency)
+    (said,) = [line for line in found.advice if line.startswith("No block keeps these limits")]
+    assert "the lowest p90 of" in said
+
+
+def test_where_nobody_has_goodput_only_the_best_at_each_level_are_confirmed(tmp_path: Path) -> None:
+    data = searched(tmp_path, "objective.maximize=goodput", "objective.slo={tpot_ms: 2}")
+    steps = {trial.candidate_id: data.settings_of(trial.candidate_id).get("num_steps", 0) for trial in data.trials}
+    assert {2, 3} & set(steps.values())
+    # The first one measured is neither.
+    order = sorted(data.trials, key=lambda trial: trial.kind != "baseline" and steps[trial.candidate_id] not in (2, 3))
+    chosen = finalists(replace(data, trials=tuple(order), confirmations=()), Policy(), 4)
+    assert sorted(steps[candidate] for candidate in chosen) == [1, 4]
 
 
 def test_an_objective_of_one_level_gives_it_all_weight(tmp_path: Path) -> None:
@@ -86,6 +111,27 @@ def test_a_pareto_study_shows_its_set_and_leaves_the_choice_to_its_owner(tmp_pat
         choose(data)
     assert all(one in str(refused.value) for one in found)
     assert choose(data, found[0]).provenance.candidate == found[0]
+
+
+def test_for_pareto_a_gain_at_any_level_is_one(tmp_path: Path) -> None:
+    """What is gained at one stream is lost at eight, so that the mean over the levels never rises."""
+
+    def even(settings, level):  # type: ignore[no-untyped-def]
+        gain = 1 + 0.1 * settings.get("num_steps", 0)
+        return 100 * level * (gain if level == 1 else 1 / gain)
+
+    few = ("budget.launches=100", "parameters.disable_batch_threshold.choices=[never]")
+    of = space(SPACE, *few, "objective.maximize=pareto", "objective.guard.min_speedup=0.5")
+
+    def problems(settings):  # type: ignore[no-untyped-def]
+        schedule = "steps_by_batch" in settings or settings.get("disable_batch_threshold", "never") != "never"
+        return ["no schedules here"] if schedule else []
+
+    data = run(tmp_path, ToyMachine(speed=even), the_space=of, engine=ToyEngine(problems=problems))[0]
+    assert len(data.measured) == 4
+    rising = sorted(data.trials, key=lambda trial: data.settings_of(trial.candidate_id).get("num_steps", 0))
+    assert without_gain(replace(data, trials=tuple(rising))) == 0
+    assert without_gain(replace(data, trials=tuple(reversed(rising)))) == 3, "the deepest came first"
 
 
 def test_another_objective_has_no_set_to_choose_from(tmp_path: Path) -> None:
@@ -155,3 +201,26 @@ def test_a_winner_overall_and_none_at_a_level_is_explained(tmp_path: Path) -> No
     found = decided(data)
     said = [line for line in found.advice if "at no single level" in line]
     assert bool(said) == (found.overall.winner is not None and not any(c.winner for c in found.per_concurrency))
+
+
+class Late(ToyMachine):
+    """Two drafts are the fastest at eight streams, and late with the first token there."""
+
+    def measure(self, server, record, **given):  # type: ignore[no-untyped-def]
+        found = super().measure(server, record, **given)
+        if given["concurrency"] == 8 and record.settings.get("num_steps") == 2:
+            found.block = replace(found.block, ttft_ms=Percentiles(64, 900.0, 900.0, 900.0, None))
+        return found
+
+
+def test_who_breaks_a_guard_on_latencies_takes_nobodys_place_at_its_level(tmp_path: Path) -> None:
+    rates = {None: (1.0, 1.0), 1: (1.6, 1.1), 2: (0.98, 1.4), 3: (0.98, 1.2)}
+    few = ("rules=[]", "parameters.disable_batch_threshold.choices=[never]", "parameters.num_steps.high=3")
+    the_space = space(SPACE, "budget.launches=40", "objective.guard.ttft_p90_ms=500", *few)
+    machine = Late(speed=lambda settings, level: 100 * level * rates[settings.get("num_steps")][level == 8])
+    data, _, _ = run(tmp_path, machine, the_space=the_space, policy=Policy(fewest=99))
+    steps = [data.settings_of(candidate)["num_steps"] for candidate in data.confirmations[0].finalists]
+    assert steps == [1, 3], "the best overall, and the best at eight that is in time"
+    assert recommendation(data).per_concurrency[1].winner.settings["num_steps"] == 3
+    third = next(t for t in data.measured if data.settings_of(t.candidate_id)["num_steps"] == 3)
+    assert race(data, third.slot).levels == (8,), "nor does it drive others out of the race there"

@@ -11,12 +11,13 @@ import pytest
 from tests.tuner.study.test_study_simulated import SPACES
 from tuner.engines.simulated.profiles import reference
 from tuner.engines.speculation import depths
+from tuner.search.crossing import crossings, ratio
 from tuner.search.shape import shape_at
 from tuner.space import Space
 from tuner.study.data import StudyData
 from tuner.study.decide import recommendation
 from tuner.study.progress import Silent
-from tuner.study.schedule import measured_crossings
+from tuner.study.schedule import curves_of
 from tuner.study.session import Limits, current_fingerprint, open_or_create, read_space, run_study
 
 # Depth 3 was published, and NCCL's settings had been tried and dropped.
@@ -57,9 +58,10 @@ def test_the_published_decision_and_a_schedule_that_leaves_single_streams_to_pla
     assert shape_at(settings, 30).depth == 3
     assert depths(settings) is not None
     # Where it begins lies between the levels at which plain decoding and speculation were each measured to win.
-    crossings = [one for each in measured_crossings(data).values() for one in each if one.rising]
-    assert crossings
-    assert any(1 < one.at < 30 for one in crossings)
+    gains = [ratio(curves.get(3, {}), curves[0]) for curves in curves_of(data).values()]
+    begins = [one for gain in gains for one in crossings(gain) if one.rising]
+    assert begins
+    assert any(1 < one.at < 30 for one in begins)
     published = reference()["delta_to_baseline"]["topk1_spec_v2"]
     chain = next(
         c.id

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 from statistics import fmean
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import racing
-from tests.tuner.study.hot_toy import SPACE, HotEngine
+from tests.tuner.study.hot_toy import HOT, SPACE, HotEngine, hot_speed
 from tests.tuner.study.toy_study import ToyEngine, space
 from tuner.cli.app import app
 from tuner.engines.base import get_engine
 from tuner.engines.simulated.blocks import BLOCK_S, LAUNCH_S, WARMUP_S, BlockSource
 from tuner.engines.simulated.noise import Noise
 from tuner.errors import UsageError
+from tuner.judge.intervals import MIN_PAIRS
 from tuner.records import Candidate
 from tuner.space import parse_space
+from tuner.study import in_memory
+from tuner.study.data import StudyData
 from tuner.study.effect import Effects
 from tuner.study.in_memory import simulate
 from tuner.study.plan import Timing, plan
-from tuner.study.preflight import require
+from tuner.study.policy import CLAIM_PAIRS
+from tuner.study.preflight import preflight, require
 from tuner.study.session import outlook, read_space
+from tuner.study.summary import time_left_s
 
 TIMING = Timing(600.0, 30.0, "assumed")
 
@@ -63,10 +70,35 @@ def test_hot_settings_save_launches_and_where_none_is_hot_each_candidate_takes_o
     assert hot.launches <= 40
 
 
-def test_the_budget_of_hours_bounds_what_is_expected():
-    found = plan(space(SPACE, "budget.hours=0.5"), ToyEngine(), TIMING)
-    assert found.hours == 0.5
-    assert any("hours" in note for note in found.notes)
+def test_blocks_beside_a_change_of_depth_are_told_where_there_may_be_any():
+    for levels, engine, told in (
+        ("[1, 8]", HotEngine(), True),
+        ("[1, 2]", HotEngine(), False),
+        ("[1, 8]", ToyEngine(), False),
+    ):
+        found = plan(space(SPACE, f"workload.concurrency={levels}"), engine, TIMING)
+        assert any(note.startswith("not counted: up to 12 blocks (6 min)") for note in found.notes) == told
+
+
+def test_the_budget_of_hours_bounds_what_is_expected_and_what_it_does_not_hold_is_said():
+    short = plan(space(SPACE, "budget.hours=0.5"), ToyEngine(), TIMING)
+    assert short.hours <= 0.5
+    assert (short.candidates, short.confirmation) == (1, 0)
+    (said,) = [note for note in short.notes if "holds no confirmation" in note]
+    enough = float(re.findall(r"([\d.]+) hours hold the", said)[0])
+    held = plan(space(SPACE, f"budget.hours={enough}"), ToyEngine(), TIMING)
+    assert (held.candidates, held.confirmation) == (1, 8)
+    assert held.hours <= enough
+    assert [note for note in held.notes if "hours" in note] == [
+        f"the budget of {enough:g} hours ends the search before all candidates are tried"
+    ]
+    fewer = plan(space(SPACE, "profile=full", "budget.launches=40", "budget.hours=2.5"), ToyEngine(), TIMING)
+    assert (fewer.candidates, fewer.confirmation) == (1, 12)
+    assert "the budget of 2.5 hours holds 6 of 8 pairs of confirmation" in fewer.notes
+
+
+def test_as_many_pairs_are_kept_for_as_a_verdict_takes():
+    assert CLAIM_PAIRS == MIN_PAIRS
 
 
 def test_an_engine_that_takes_no_candidate_is_said_and_refused_before_anything_starts():
@@ -76,6 +108,15 @@ def test_an_engine_that_takes_no_candidate_is_said_and_refused_before_anything_s
     assert any("nothing is left" in note for note in found.notes)
     with pytest.raises(UsageError, match=r"no candidate can be tried(.|\n)*topk"):
         require(the_space)
+
+
+@pytest.mark.parametrize(("forbid", "told"), [("mem > 0", True), ("mem > 0.5", False)])
+def test_a_space_that_cannot_be_listed_is_drawn_from_to_see_whether_anything_may_be_tried(forbid, told):
+    mem = f"  mem: {{low: 0.1, high: 0.9}}\nrules:\n  - {{forbid: {forbid}, because: nothing fits}}\n"
+    the_space = parse_space(BUNDLED.partition("rules")[0] + mem)
+    said = f"of 200 candidates drawn at random none may be tried (200 of them: nothing fits (rule: {forbid}))"
+    assert (said in plan(the_space, get_engine("bundled"), TIMING).notes) == told
+    assert (said in preflight(the_space).notes) == told
 
 
 def test_spelling_defaults_out_changes_no_effect_and_unset_is_not_zero():
@@ -101,7 +142,7 @@ def test_the_command_starts_nothing_and_speaks_json(tmp_path, monkeypatch, profi
     assert "ruled out (space): overlapped drafting only chains" in text.output
 
 
-@pytest.mark.parametrize("overrides", [(), ("profile=short",), ("budget.launches=30",)])
+@pytest.mark.parametrize("overrides", [(), ("profile=short",), ("budget.launches=30",), ("budget.hours=1.5",)])
 @pytest.mark.parametrize("hot", [frozenset[str](), racing.HOT])
 def test_the_estimate_is_within_a_fifth_of_what_simulated_studies_take(
     overrides: tuple[str, ...], hot: frozenset[str]
@@ -115,6 +156,49 @@ def test_the_estimate_is_within_a_fifth_of_what_simulated_studies_take(
     taken = fmean(data.elapsed_s for data in studies) / 3600
     assert found.hours == pytest.approx(taken, rel=0.2)
     assert found.launches <= the_space.budget.launches
+    if the_space.budget.hours is not None:
+        whole_launch_s = LAUNCH_S + len(the_space.workload.concurrency) * BLOCK_S
+        assert max(data.elapsed_s for data in studies) <= 3600 * the_space.budget.hours + whole_launch_s
+
+
+TWO_GROUPS = (SPACE, hot_speed, HOT, ("budget.launches=14",))
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+@pytest.mark.parametrize(
+    ("text", "speed", "hot", "overrides"),
+    [
+        (racing.SPACE, racing.spread, frozenset[str](), ()),
+        (racing.SPACE, racing.spread, frozenset[str](), ("profile=short",)),
+        (racing.SPACE, racing.spread, racing.HOT, ()),
+        (racing.SPACE, racing.spread, racing.HOT, ("budget.hours=1.5",)),
+        TWO_GROUPS,
+    ],
+)
+def test_what_is_left_is_told_within_a_third_in_the_middle_of_simulated_studies(
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    speed: Any,
+    hot: frozenset[str],
+    overrides: tuple[str, ...],
+    share: float,
+) -> None:
+    the_space = parse_space(text, source="left.yaml", overrides=overrides)
+    real = in_memory._Study.data
+    told, taken = [], []
+    for seed in range(4):
+        moments: list[StudyData] = []
+
+        def kept(study: in_memory._Study, moments: list[StudyData] = moments) -> StudyData:
+            moments.append(real(study))
+            return moments[-1]
+
+        monkeypatch.setattr(in_memory._Study, "data", kept)
+        whole_s = simulate(the_space, BlockSource(speed, Noise(), seed), seed, hot=hot).elapsed_s
+        now = next(data for data in moments if data.elapsed_s >= share * whole_s)
+        told.append(time_left_s(now) or 0.0)
+        taken.append(whole_s - now.elapsed_s)
+    assert fmean(told) == pytest.approx(fmean(taken), rel=1 / 3)
 
 
 def test_a_race_is_estimated_to_take_less_than_whole_blocks_where_there_is_one() -> None:

@@ -4,8 +4,8 @@ import json
 import random
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -125,31 +125,41 @@ def test_positions_are_counted_from_tokens_where_a_server_does_not() -> None:
     assert (found.offsets, found.chosen) == ((0, 2, 8), (-0.2, -0.3, -0.4))
 
 
-class Harmed(BaseHTTPRequestHandler):
-    """Answers with words that hang on the prompt; wrongly where its settings do harm, as `harms` says."""
+ALONE, TOGETHER = 8, 32
+"""Requests of the probe, one after another and then at once."""
 
-    running = 0
-    most = 0
+
+class Crowded(ThreadingHTTPServer):
+    request_queue_size = 2 * TOGETHER
+    daemon_threads = True
+
+
+class Harmed(BaseHTTPRequestHandler):
+    """Answers with words that hang on the prompt; wrongly where its settings do harm, as `harms` says.
+
+    Requests that are made at once wait until all of them are there.
+    """
+
+    asked = 0
     lock = threading.Lock()
+    meeting = threading.Barrier(TOGETHER)
     harms: Any = staticmethod(lambda _prompt, _running: False)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.lock:
-            Harmed.running += 1
-            Harmed.most = max(Harmed.most, Harmed.running)
-        time.sleep(0.02)
-        if Harmed.running > 1:  # they are to meet
-            time.sleep(0.5)
-        with self.lock:
-            running = Harmed.running
+            place = Harmed.asked % (ALONE + TOGETHER)
+            Harmed.asked += 1
+        running = 1
+        if place >= ALONE:
+            with suppress(threading.BrokenBarrierError):
+                self.meeting.wait(30)
+                running = TOGETHER
         draw = random.Random(body["prompt"])
         words = [draw.choice(("alpha", "beta", "gamma", "delta")) for _ in range(body["max_tokens"])]
         if self.harms(body["prompt"], running):
             words[len(words) // 2] = "omega"
         data = json.dumps({"choices": [{"text": " ".join(words)}]}).encode()
-        with self.lock:
-            Harmed.running -= 1
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -174,9 +184,10 @@ TRANSLATIONS = {
     ids=["under load alone", "long prompts alone", "one kind alone"],
 )
 def test_harm_that_shows_only_somewhere_is_seen(monkeypatch: pytest.MonkeyPatch, harms: Any, least: int) -> None:
-    wanted = space(SPACE, "workload.concurrency=[1, 32]")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Harmed)
-    server.daemon_threads = True
+    wanted = space(SPACE, f"workload.concurrency=[1, {TOGETHER}]")
+    monkeypatch.setattr(Harmed, "asked", 0)
+    monkeypatch.setattr(Harmed, "meeting", threading.Barrier(TOGETHER))
+    server = Crowded(("127.0.0.1", 0), Harmed)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     record = LaunchRecord("toy", "1", "m", (), {}, "127.0.0.1", int(server.server_address[1]), {}, {}, "m")
     try:
@@ -187,8 +198,8 @@ def test_harm_that_shows_only_somewhere_is_seen(monkeypatch: pytest.MonkeyPatch,
     finally:
         server.shutdown()
         server.server_close()
-    assert Harmed.most > 16
-    assert len(baseline.texts) == 8 + 32
+    assert not Harmed.meeting.broken
+    assert len(baseline.texts) == ALONE + TOGETHER
     assert baseline.asked == candidate.asked
     assert sum(a != b for a, b in zip(baseline.texts, candidate.texts, strict=True)) >= least
 

@@ -11,10 +11,11 @@ import pytest
 from benchmarks.racing import HOT, SPACE, alike, spread, value
 from tests.tuner.study.hot_toy import HotEngine, HotMachine
 from tests.tuner.study.toy_study import SPACE as TOY
-from tests.tuner.study.toy_study import ToyMachine, controller, space, study
+from tests.tuner.study.toy_study import Outcome, ToyMachine, controller, space, study
 from tuner.engines.simulated.blocks import BlockSource
 from tuner.engines.simulated.noise import Noise
 from tuner.judge.racing import Figure, cannot_beat, level_figure
+from tuner.records import Failure
 from tuner.report.view import study_view
 from tuner.space import parse_space
 from tuner.study.data import StudyData
@@ -90,6 +91,32 @@ def test_a_look_that_fails_its_gates_is_followed_by_the_whole_block(tmp_path: Pa
     for trial in data.measured:
         assert all(data.block(trial.slot, level) is not None for level in data.levels)
         assert not trial.why
+
+
+def test_who_dies_after_a_good_look_is_no_finalist_and_nobody_has_to_beat_it(tmp_path: Path) -> None:
+    def speed(settings: Any, level: int) -> float:
+        return 100.0 * {None: 1.0, 1: 0.7, 2: 1.3, 3: 0.6, 4: 1.1}[settings.get("num_steps")]
+
+    machine = ToyMachine(speed=speed)
+    measure = machine.measure
+
+    def dying(server: Any, record: Any, **given: Any) -> Any:
+        if given["role"] == "screen" and record.settings.get("num_steps") == 2:
+            return Outcome(None, Failure("died_mid_bench", "bench", "it died"))
+        return measure(server, record, **given)
+
+    machine.measure = dying  # type: ignore[method-assign]
+    the_space = space(TOY, "rules=[]", "parameters.disable_batch_threshold.choices=[never]", "budget.launches=12")
+    data = controller(study(tmp_path, the_space), machine, policy=RACING).run()
+    steps = {data.settings_of(trial.candidate_id).get("num_steps"): trial for trial in data.measured}
+    dead, best = steps[2], steps[4]
+    assert sorted(_blocks(data, dead.candidate_id)) == [("look", 1), ("look", 8)]
+    assert dead.constraints["launch"] > 0
+    assert data.confirmations[0].finalists == (best.candidate_id,)
+    assert not best.why, "it is measured further"
+    shown = study_view(data).candidate(dead.candidate_id)
+    assert (shown.standing, shown.overall) == ("failed", None)
+    assert "it died" in shown.why
 
 
 def test_a_race_saves_hours_of_the_search_and_comes_to_the_same_decision() -> None:

@@ -1,7 +1,8 @@
 import pytest
 
-from tests.tuner.study.toy_study import SPACE, ToyMachine, controller, space
+from tests.tuner.study.toy_study import SPACE, ToyMachine, controller, space, study
 from tuner.errors import UsageError
+from tuner.space.space import Parameter
 from tuner.study.data import Budget
 from tuner.study.hardware import hardware
 from tuner.study.policy import Policy
@@ -69,6 +70,39 @@ def test_more_on_a_finished_study_means_so_many_candidates_and_a_confirmation(op
     best = max((t for t in after.measured if t.feasible), key=lambda t: t.value)
     assert best.candidate_id in {c for confirmation in after.confirmations for c in confirmation.finalists}
     assert before.blocks.items() <= after.blocks.items()
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+@pytest.mark.parametrize("ends", [{"no_gain": 2}, {"max_idle_trials": 1}])
+def test_more_goes_on_whatever_has_ended_the_search(opened, sampler, ends):
+    flat = ToyMachine(speed=lambda _settings, level: 100.0 * level)
+    the_space, policy = ("budget.launches=40", f"sampler={sampler}"), Policy(pairs=1, fewest=99, **ends)
+    before = controller(opened(*the_space), flat, policy=policy).run()
+    assert before.reason.startswith("the last ")
+    after = controller(opened(*the_space, limits=Limits(more=2)), flat, policy=policy).run()
+    assert len(after.trials) > len(before.trials)
+    if "no_gain" in ends:
+        assert len(after.measured) == len(before.measured) + 2
+
+
+RANGED = SPACE.partition("parameters:")[0].replace("{speculation: none}", "{mem: 0.7}") + (
+    "parameters:\n  mem: MEM\nbudget: {launches: 20, candidates: 40}\nprofile: short\n"
+)
+
+
+def test_a_study_whose_numbers_an_earlier_version_kept_in_binary_measures_none_of_them_again(tmp_path, monkeypatch):
+    policy = Policy(pairs=1)
+    with monkeypatch.context() as earlier:
+        binary = {0.8: 0.7999999999999999}
+        earlier.setattr(Parameter, "_number", lambda self, exact: binary.get(float(exact), float(exact)))
+        store = study(tmp_path, space(RANGED.replace("MEM", "{low: 0.7, high: 0.9, step: 0.1}")))
+        before = controller(store, ToyMachine(), policy=policy).run()
+    assert {"mem": 0.7999999999999999} in [before.settings_of(trial.candidate_id) for trial in before.measured]
+    assert len(before.measured) == 2
+    store.set_space(space(RANGED.replace("MEM", "{low: 0.6, high: 0.9, step: 0.1}")), "")
+    data = controller(store, ToyMachine(), policy=policy).run()
+    tried = [data.settings_of(trial.candidate_id) for trial in data.trials[len(before.trials) :]]
+    assert tried == [{"mem": 0.6}]
 
 
 @pytest.mark.parametrize("limits", [{"launches": 0}, {"launches": 1}, {"more": -1}, {"hours": 0.0}, {"candidates": 0}])

@@ -55,6 +55,7 @@ def block(
     now: float = 0.0,
 ) -> Block:
     latencies = Percentiles(64, 40.0, 40.0, ttft_p90, None)
+    token_ms = 1000.0 * level / rate if rate else None
     return Block(
         concurrency=level,
         role=role,  # type: ignore[arg-type]
@@ -70,7 +71,7 @@ def block(
         mean_output_tokens=60.0,
         achieved_concurrency=float(level),
         ttft_ms=latencies,
-        tpot_ms=latencies,
+        tpot_ms=Percentiles(64, token_ms, token_ms, token_ms, None),
         chunk_gap_ms=latencies,
         e2e_ms=latencies,
         accept_length=1.0,
@@ -177,6 +178,8 @@ class ToyMachine:
     others: tuple[str, ...] = ()
     clock: Any = None
     block_s: float = 10.0
+    first_start_s: float = 0.0
+    """What the first start takes, into a cold cache."""
 
     def free_port(self) -> int:
         return 30000 + len(self.starts)
@@ -189,6 +192,8 @@ class ToyMachine:
         assert not self.running, "two servers at once"
         self.starts.append(record.settings)
         self.call("start", record)
+        if isinstance(self.clock, Clock) and len(self.starts) == 1:
+            self.clock.now += self.first_start_s
         self.running.add(record.port)
         return ToyServer(self, record)
 

@@ -151,7 +151,7 @@ def _method(view: StudyView) -> Iterable[Line]:
             f"A block: {view.warmup_s:.1f} s of warm-up, then a window of {view.window_s:.1f} s at full concurrency "
             "with load kept on past its end (medians); tokens as the server's usage counts them."
         )
-    rounds = [f"{count(len(r.finalists), 'finalist')} × {count(r.pairs, 'pair')}" for r in view.rounds]
+    rounds = [f"{count(finalists, 'finalist')} × {count(pairs, 'pair')}" for finalists, pairs in view.rounds]
     yield line(
         f"Confirmation on held-out prompts, each pair over fresh launches in mirrored order: "
         f"{'; '.join(rounds) or 'none yet'} ({view.pairs} pairs are planned per finalist and level in this profile)."
