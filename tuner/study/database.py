@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import sqlite3
+import time
 from typing import Any
 
 import sqlalchemy as sa
@@ -21,6 +22,8 @@ from tuner.study.turn import making_tables
 
 LOCK_TIMEOUT_S = 60.0
 """How long to wait for another reader or writer of a SQLite file, a dashboard for instance."""
+WAIT_S = 0.01
+"""Between two attempts to give a new file its write-ahead log."""
 
 
 def _plain(value: Any) -> Any:
@@ -121,7 +124,7 @@ def open_database(url: str, *, create: bool) -> Engine:
             if not create:
                 raise UsageError(f"there is no database {file}")
             file.parent.mkdir(parents=True, exist_ok=True)
-        engine = _engine(url)
+        engine = engine_of(url)
         _check(engine, create=create, where=str(file or shown(url)))
     except OSError as error:
         raise EnvironmentBroken(f"the folder of {file} cannot be made or read: {error.strerror}") from error
@@ -133,7 +136,8 @@ def open_database(url: str, *, create: bool) -> Engine:
     return engine
 
 
-def _engine(url: str) -> Engine:
+def engine_of(url: str) -> Engine:
+    """The engine of a database, which nobody has looked into yet."""
     sqlite = sqlite_file(url) is not None
     arguments = {"connect_args": {"timeout": LOCK_TIMEOUT_S}} if sqlite else network_arguments(url)
     try:
@@ -153,9 +157,26 @@ def network_arguments(url: str) -> dict[str, Any]:
 
 
 def _configure_sqlite(connection: sqlite3.Connection, _record: object) -> None:
-    connection.execute("PRAGMA journal_mode=WAL")  # readers and the writer do not wait for one another
+    _write_ahead(connection)
     connection.execute("PRAGMA synchronous=FULL")  # a committed block survives a power cut
     connection.execute("PRAGMA foreign_keys=ON")
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Readers and the writer do not wait for one another.
+
+    Of several that turn a new file into one with a write-ahead log, SQLite tells all but one at once that it is locked,
+    whatever the timeout of the connection: two that wait for one another would wait for ever.
+    """
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+        time.sleep(WAIT_S)
 
 
 def _check(engine: Engine, *, create: bool, where: str) -> None:
