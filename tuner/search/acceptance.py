@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tuner.search.evidence import Measurement
-from tuner.search.physics import MOST_DEPTH, Array, Physics, Terms, together
+from tuner.search.physics import MOST_DEPTH, Array, Physics, Terms, each_kind, of_all
 
 FORMULA_SD = 0.03
 """Of ln of a length or of a depth's chance: what the formula gets wrong of it, and what engines count otherwise."""
@@ -55,14 +55,27 @@ class Seen:
     def __len__(self) -> int:
         return len(self.value)
 
-    def expected(self, chances: Array, shares: Array) -> Array:
-        """The same figures by what `Physics.reached` says of the terms, whose leading axes the result has too."""
-        length, each, reached = together(chances, shares)
-        lengths = np.concatenate([each, length[..., None, :]], axis=-2)[..., self.kind, self.shape]
-        if not self.depth.any():
-            return np.log(lengths)
-        chances = reached[..., self.shape, np.maximum(self.depth, 1) - 1]
-        return np.log(np.where(self.depth > 0, np.maximum(chances, 1e-12), lengths))
+    def expected(self, reached: Array, shares: Array) -> tuple[Array, Array]:
+        """The same by what `Physics.reached` says of the terms, and how it hangs on that: rows × kinds × depths."""
+        each = each_kind(reached)
+        length = of_all(each, shares)
+        steps = shares[:, None] * length / each  # of each kind among all
+        shape, by_steps = self.shape, (steps / each)[:, self.shape].T
+        value = np.log(length)[shape]
+        by_reached = np.repeat(by_steps[..., None], reached.shape[-1], axis=2)
+        if len(alone := np.flatnonzero(self.kind != ALL)):
+            kind, its = self.kind[alone], each[self.kind[alone], shape[alone]]
+            value[alone] = np.log(its)
+            by_reached[alone] = 0.0
+            by_reached[alone, kind] = 1 / its[:, None]
+        if len(deep := np.flatnonzero(self.depth)):
+            depth = self.depth[deep] - 1
+            chances, among = reached[:, shape[deep], depth], steps[:, shape[deep]]
+            share = np.maximum((chances * among).sum(axis=0), 1e-12)
+            value[deep] = np.log(share)
+            by_reached[deep] = (by_steps[deep] * (1 - chances / share).T)[..., None]
+            by_reached[deep, :, depth] += (among / share).T
+        return value, by_reached
 
 
 def kinds_of(measured: Sequence[Measurement]) -> dict[str, float]:

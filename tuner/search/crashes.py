@@ -121,8 +121,8 @@ class Regions:
 
     def __init__(self, crashed: Sequence[Crash], worked: Sequence[Mapping[str, Any]]) -> None:
         conditions = region_conditions([each.settings for each in crashed])
-        bad = _truth(conditions, [each.settings for each in crashed])
-        self._learn(crashed, conditions, bad, _truth(conditions, worked))
+        bad = Columns([each.settings for each in crashed]).truth(conditions)
+        self._learn(crashed, conditions, bad, Columns(worked).truth(conditions))
 
     @classmethod
     def told(
@@ -130,7 +130,7 @@ class Regions:
     ) -> Regions:
         """Those of which it is known already where the conditions hold: crashed × conditions, worked × conditions."""
         found = cls.__new__(cls)
-        found._learn(crashed, conditions, bad.astype(np.float32), good.astype(np.float32))
+        found._learn(crashed, conditions, bad, good)
         return found
 
     def _learn(
@@ -164,8 +164,7 @@ class Regions:
         """Which candidates lie in one; `truth`: candidates × `conditions`, whether each holds."""
         if not self.conditions or not self.weight.any():
             return np.zeros(len(truth), bool)
-        at = truth.astype(np.float32)
-        return ((at @ (self.weight > 0).astype(np.float32)) * at).sum(axis=1) > 0
+        return ((truth @ (self.weight > 0).astype(np.float32)) * truth).sum(axis=1) > 0
 
 
 def crash_region(
@@ -192,24 +191,29 @@ def _conditions(crashed: Sequence[Mapping[str, Any]]) -> Iterable[Condition]:
         yield from (Condition(name, sign, bound) for sign in (">=", "<=") for bound in bounds)
 
 
-def _truth(conditions: Sequence[Condition], settings: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Whether each condition holds (1) or not (0), settings × conditions."""
-    found = np.zeros((len(settings), len(conditions)), np.float32)
-    columns: dict[str, tuple[list[Any], np.ndarray]] = {}
-    for j, condition in enumerate(conditions if settings else ()):
-        if condition.name not in columns:
-            columns[condition.name] = _column(settings, condition.name)
-        values, which = columns[condition.name]
-        found[:, j] = np.array([condition.of(value) for value in values], np.float32)[which]
-    return found
+class Columns:
+    """The values of candidates' settings by name: the different ones, and which of them each candidate has."""
 
+    def __init__(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        self.settings = settings
+        self._read: dict[str, tuple[list[Any], np.ndarray]] = {}
 
-def _column(settings: Sequence[Mapping[str, Any]], name: str) -> tuple[list[Any], np.ndarray]:
-    """The different values of a setting, and which of them each candidate has."""
-    known: dict[tuple[type, Any], int] = {}
-    has = (one.get(name) for one in settings)
-    which = [known.setdefault((type(value), value), len(known)) for value in has]
-    return [value for _, value in known], np.array(which, int)
+    def of(self, name: str) -> tuple[list[Any], np.ndarray]:
+        """Those of a setting; None where it is not active."""
+        if name not in self._read:
+            known: dict[tuple[type, Any], int] = {}
+            has = (one.get(name) for one in self.settings)
+            which = [known.setdefault((type(value), value), len(known)) for value in has]
+            self._read[name] = [value for _, value in known], np.array(which, int)
+        return self._read[name]
+
+    def truth(self, conditions: Sequence[Condition]) -> np.ndarray:
+        """Whether each condition holds (1) or not (0), candidates × conditions."""
+        found = np.zeros((len(self.settings), len(conditions)), np.float32)
+        for j, condition in enumerate(conditions if self.settings else ()):
+            values, which = self.of(condition.name)
+            found[:, j] = np.array([condition.of(value) for value in values], np.float32)[which]
+        return found
 
 
 class Crashes:
@@ -262,22 +266,8 @@ class Crashes:
         return np.concatenate(lengths), np.concatenate(meets, axis=1)
 
     @cached_property
-    def _values(self) -> Mapping[str, tuple[list[Any], np.ndarray]]:
-        """Setting → its different values, and which of them each candidate has."""
-        return {name: _column(self.settings, name) for name in {name for one in self.settings for name in one}}
-
-    def ruled_out(self, regions: Regions) -> np.ndarray:
-        """Which candidates lie in a region that crashes have ruled out."""
-        return regions.rule_out(self._holds(regions.conditions))
-
-    def _holds(self, conditions: Sequence[Condition]) -> np.ndarray:
-        """Candidates × conditions."""
-        truth = np.zeros((len(self.settings), len(conditions)), bool)
-        for j, condition in enumerate(conditions):
-            if condition.name in self._values:
-                values, which = self._values[condition.name]
-                truth[:, j] = np.array([condition.of(value) for value in values])[which]
-        return truth
+    def _by_name(self) -> Columns:
+        return Columns(self.settings)
 
     def works(self, failed: Sequence[int], worked: Sequence[int], crashed: Sequence[int] = ()) -> np.ndarray:
         """The chance for each candidate, after those of these places failed and worked.
@@ -287,7 +277,7 @@ class Crashes:
         chance = self._chance(failed, worked)
         if len(crashed) >= NEED_ONE:
             conditions = region_conditions([self.settings[i] for i in crashed])
-            truth = self._holds(conditions)
+            truth = self._by_name.truth(conditions)
             crashes = [Crash(self.settings[i]) for i in crashed]
             regions = Regions.told(crashes, conditions, truth[list(crashed)], truth[list(worked)])
             known = chance[list(worked)]

@@ -22,6 +22,15 @@ MOST_NUMBERS = 48
 """Values of a number that are told apart; of more, as many spread evenly over them."""
 
 
+def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of rows of whole numbers: where those that differ are first, in some order; and which of them each row is."""
+    first, which = np.zeros(min(1, len(rows)), np.int64), np.zeros(len(rows), np.int64)
+    for column in rows.T if len(rows) else ():
+        width = int(column.max() - column.min()) + 1
+        first, which = np.unique(which * width + column - column.min(), return_index=True, return_inverse=True)[1:]
+    return first, which
+
+
 @dataclass(frozen=True)
 class _Coding:
     """The codes of one setting: its numbers by the nearest of `grid`, then its words, then inactive, then strange."""

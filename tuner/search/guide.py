@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -145,12 +145,19 @@ class Guide:
 
     def works(self, evidence: Evidence) -> np.ndarray:
         """The chance that each candidate works."""
-        failed = {self.place[c.id] for c in evidence.failed if c.id in self.place}
+        failed = self._places(c.id for c in evidence.failed)
         if not failed:
             return np.ones(len(self.catalogue.settings))
-        worked = {self.place[m.candidate.id] for m in evidence.measured if m.candidate.id in self.place} - failed
-        crashed = {self.place[c.id] for c in evidence.crashed if c.id in self.place}
+        worked, crashed = self._measured(evidence) - failed, self._places(c.id for c in evidence.crashed)
         return self.crashes.works(sorted(failed), sorted(worked), sorted(crashed))
+
+    def _places(self, candidates: Iterable[str]) -> set[int]:
+        """Where those of them are that the catalogue has."""
+        return {self.place[candidate] for candidate in set(candidates) if candidate in self.place}
+
+    def _measured(self, evidence: Evidence) -> set[int]:
+        """Where those are that have a measurement."""
+        return self._places(m.candidate.id for m in evidence.measured)
 
     def surrogate(self, evidence: Evidence) -> Surrogate:
         """The model after this evidence."""
@@ -234,13 +241,10 @@ class Guide:
     def _incumbent(self, evidence: Evidence, rates: np.ndarray, value: np.ndarray, base: int, goal: Goal) -> float:
         """The best value among what was measured and keeps the guards, by the model: its noise is averaged out."""
         failed = {c.id for c in evidence.failed} | late(evidence, goal)
-        places = {self.place[m.candidate.id] for m in evidence.measured if m.candidate.id in self.place}
-        best = 0.0
-        for i in places - {self.place[c] for c in failed if c in self.place}:
-            keeps = goal.least is None or (rates[i] - rates[base]).min() >= goal.least
-            if keeps:
-                best = max(best, float(value[i]))
-        return best
+        places = np.array(sorted(self._measured(evidence) - self._places(failed)), int)
+        if goal.least is not None:
+            places = places[(rates[places] - rates[base]).min(axis=1) >= goal.least]
+        return float(value[places].max(initial=0.0))
 
     def _looked_at(self, open_: np.ndarray, value: np.ndarray, works: np.ndarray) -> np.ndarray:
         if len(open_) <= 2 * LOOKED_AT:

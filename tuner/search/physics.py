@@ -15,12 +15,13 @@ Which costs matter on a machine is not known beforehand: the priors are wide, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
+from tuner.search.encode import distinct
 from tuner.search.shape import Shape
 
 Array = np.ndarray
@@ -98,12 +99,8 @@ class Terms:
     @cached_property
     def accepting(self) -> tuple[Terms, Array]:
         """The rows that differ in what acceptance hangs on, each once; and which of them each row is."""
-        on = np.stack([self.drafter, self.depth, self.topk, self.rows]).astype(np.int64)
-        key = np.zeros(len(self), np.int64)
-        for column in on:
-            values, which = np.unique(column, return_inverse=True)
-            key = key * max(1, len(values)) + which
-        first, which = np.unique(key, return_index=True, return_inverse=True)[1:]
+        on = np.stack([self.drafter, self.depth, self.topk, self.rows], axis=1).astype(np.int64)
+        first, which = distinct(on)
         return self.at(first), which
 
 
@@ -161,13 +158,13 @@ class Physics:
         )
 
     def log_rate(self, theta: Array, terms: Terms) -> Array:
-        """ln(tokens per second) of all requests together. `theta` may have leading axes, which the result has too."""
+        """ln(tokens per second) of all requests together."""
         return self._log_rate(theta, terms, self.log_accept(theta, terms))
 
     def log_accept(self, theta: Array, terms: Terms) -> Array:
-        """ln(tokens per verify step); axes as of `log_rate`."""
+        """ln(tokens per verify step)."""
         distinct, which = terms.accepting
-        return np.log(together(self.reached(theta, distinct), self.shares)[0])[..., which]
+        return np.log(of_all(each_kind(self.reached(theta, distinct)), self.shares))[which]
 
     def reached(self, theta: Array, terms: Terms) -> Array:
         """The chance that a verify step accepts at least so many drafts: kinds × terms × depths from 1 on.
@@ -175,43 +172,14 @@ class Physics:
         Without kinds there is one that stands for all.
         """
         if not self.drafters:
-            return np.zeros((*theta.shape[:-1], len(self.shares), len(terms), int(terms.depth.max(initial=0))))
-        return _reached(terms, *self._logits(theta, terms), theta[..., WIDTH, None, None])
+            return np.zeros((len(self.shares), len(terms), int(terms.depth.max(initial=0))))
+        return _reached(terms, *self._logits(theta, terms), theta[WIDTH])
 
     def _logits(self, theta: Array, terms: Terms) -> tuple[Array, Array, Array]:
-        """Of the first draft, of one behind a right one, and of what is left of a chance a depth on: kinds × terms."""
-        first, behind, falls = np.moveaxis(self._own(theta)[..., None, :, :ACCEPTS], -1, 0)
-        odds = self._odds(theta)
-        right, later, fall = (each[..., terms.drafter] for each in (first + odds, first + behind + odds, falls))
-        return right, later, fall
-
-    def _moved(self, theta: Array, terms: Terms) -> Array:
-        """`reached`, and behind it as it is where one after another of the unknowns `of_acceptance` is moved by `STEP`.
-
-        Three logits and the width make a chance, so that four differences tell what each of the unknowns does.
-        """
-        now = self.reached(theta, terms)
-        moved = np.repeat(now[None], 1 + len(self.of_acceptance), axis=0)
-        if not self.drafters:
-            return moved
-        right, later, fall = self._logits(theta, terms)
-        width = theta[WIDTH]
-        by_right = _reached(terms, right + STEP, later, fall, width) - now
-        by_later = _reached(terms, right, later + STEP, fall, width) - now
-        by_fall = _reached(terms, right, later, fall + STEP, width) - now
-        moved[1] += _reached(terms, right, later, fall, width + STEP) - now
-        place = 2
-        for drafter in range(len(self.drafters)):
-            mine = terms.drafter == drafter
-            for by in (by_right + by_later, by_later, by_fall):
-                moved[place][:, mine] += by[:, mine]
-                place += 1
-        for kind in range(len(self.kinds)):
-            for drafter in range(len(self.drafters)):
-                mine = terms.drafter == drafter
-                moved[place][kind, mine] += (by_right + by_later)[kind, mine]
-                place += 1
-        return moved
+        """Of the first draft and of one behind a right one, kinds × terms; of what is left of a chance, terms."""
+        first, behind, fall = self._own(theta)[terms.drafter, :ACCEPTS].T
+        odds = self._odds(theta)[:, terms.drafter]
+        return first + odds, first + behind + odds, fall
 
     @cached_property
     def shares(self) -> Array:
@@ -238,20 +206,20 @@ class Physics:
 
     def _odds(self, theta: Array) -> Array:
         """What a kind adds to the log odds of a drafter: kinds × drafters."""
-        odds = theta[..., len(COMMON) + len(self.drafters) * len(OWN) :]
         if not self.kinds:
             return np.zeros((1, len(self.drafters)))
-        return odds.reshape(*theta.shape[:-1], len(self.kinds), len(self.drafters))
+        return theta[len(COMMON) + len(self.drafters) * len(OWN) :].reshape(len(self.kinds), len(self.drafters))
 
     def jacobian(self, theta: Array, terms: Terms) -> Array:
         """Derivatives of `log_rate` by the unknowns, rows × unknowns."""
         distinct, which = terms.accepting
-        accept, by_accept = self.accept_slopes(
-            theta, distinct, lambda reached: np.log(together(reached, self.shares)[0])
-        )
-        accept, by_accept = accept[which], by_accept[which]
+        reached = self.reached(theta, distinct)
+        each = each_kind(reached)
+        length = of_all(each, self.shares)
+        by_reached = self.shares * (length / each**2).T
+        by_accept = self.slopes(theta, distinct, np.arange(len(distinct)), by_reached[..., None])[which]
         moved = np.concatenate([theta[None, :], theta + STEP * np.eye(len(theta))[self.of_costs]])
-        rates = self._log_rate(moved, terms, accept)
+        rates = self._log_rate(moved, terms, np.log(length)[which])
         found = np.zeros((len(terms), len(theta)))
         found[:, self.of_costs] = ((rates[1:] - rates[0]) / STEP).T
         # Of a request's time per token so much is steps, which acceptance divides; the rest is prefill.
@@ -259,10 +227,29 @@ class Physics:
         found[:, self.of_acceptance] = by_accept * steps[:, None]
         return found
 
-    def accept_slopes(self, theta: Array, terms: Terms, function: Callable[[Array], Array]) -> tuple[Array, Array]:
-        """A function of what is `reached`, and its derivatives: rows × the unknowns `of_acceptance`."""
-        found = function(self._moved(theta, terms))
-        return found[0], ((found[1:] - found[0]) / STEP).T
+    def slopes(self, theta: Array, terms: Terms, at: Array, by_reached: Array) -> Array:
+        """Derivatives of figures by the unknowns `of_acceptance`: figures × unknowns.
+
+        Figure i hangs on what is `reached` in the row `at[i]` of the terms, by so much: figures × kinds × depths (or 1,
+        for all depths alike).
+        """
+        found = np.zeros((len(at), len(self.of_acceptance)))
+        if not self.drafters:
+            return found
+        # Three logits and the width make a chance, so that four differences tell what each of the unknowns does.
+        right, later, fall = self._logits(theta, terms)
+        steps = STEP * np.eye(4, 5, 1)[..., None, None]
+        now, *moved = _reached(terms, right + steps[0], later + steps[1], fall + steps[2], theta[WIDTH] + steps[3])
+        by_right, by_later, by_fall, by_width = (
+            (by_reached * ((one - now) / STEP)[:, at].swapaxes(0, 1)).sum(axis=-1) for one in moved
+        )
+        by_odds = by_right + by_later
+        mine = (terms.drafter[at][:, None] == np.arange(len(self.drafters))).astype(float)
+        own = np.stack([each.sum(axis=1) for each in (by_odds, by_later, by_fall)], axis=1)
+        columns = [by_width.sum(axis=1)[:, None], mine[:, :, None] * own[:, None, :]]
+        if self.kinds:
+            columns.append(by_odds[:, :, None] * mine[:, None, :])
+        return np.concatenate([column.reshape(len(at), -1) for column in columns], axis=1, out=found)
 
 
 def _reached(terms: Terms, right: Array, later: Array, fall: Array, width: Array) -> Array:
@@ -279,11 +266,11 @@ def _reached(terms: Terms, right: Array, later: Array, fall: Array, width: Array
     return found
 
 
-def together(reached: Array, shares: Array) -> tuple[Array, Array, Array]:
-    """Tokens per verify step of all kinds (terms) and of each (kinds × terms), and what share of all steps accepts at
-    least so many drafts (terms × depths), of chances as `Physics.reached` tells them."""
-    each = 1 + reached.sum(axis=-1)
-    steps = shares[:, None] / each  # for one token
-    length = 1 / steps.sum(axis=-2)
-    of_all = (reached * steps[..., None]).sum(axis=-3) * length[..., None]
-    return length, each, of_all
+def each_kind(reached: Array) -> Array:
+    """Tokens per verify step of each kind (kinds × terms), of chances as `Physics.reached` tells them."""
+    return 1 + reached.sum(axis=-1)
+
+
+def of_all(each: Array, shares: Array) -> Array:
+    """Tokens per verify step of all kinds, of those of `each` (kinds × terms)."""
+    return 1 / (shares @ (1 / each))

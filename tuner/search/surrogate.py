@@ -20,7 +20,7 @@ from scipy.linalg import cho_factor, cho_solve, cholesky, solve_triangular
 from scipy.optimize import least_squares
 
 from tuner.search.acceptance import Seen, kinds_of, seen_of
-from tuner.search.encode import Encoder
+from tuner.search.encode import Encoder, distinct
 from tuner.search.evidence import Measurement
 from tuner.search.physics import Array, Physics, Terms
 from tuner.search.shape import Shape, shape_at
@@ -34,8 +34,6 @@ SIZES: tuple[tuple[float, float], ...] = tuple((own, rest) for own in (0.03, 0.1
 LOUD = (0.4, 1.0, 2.5, 6.0)
 """How many times the noise may be of what is told of it, which is the least: hosts that others use have more of it."""
 
-TRIED = tuple((size, loud) for size in SIZES for loud in LOUD)
-
 USUAL_SIZES, SIZES_SD = (0.1, 0.07), 1.0
 """What they are before anything tells, and how far ln of them may be off: a setting that never varied says nothing."""
 
@@ -47,6 +45,9 @@ MOST_BLOCKS = 300
 
 STEPS = 30
 """Of the search for the best unknowns, at most; half as many the second time."""
+
+AT_ONCE = 512
+"""Candidates whose likeness to all measured ones is worked out at a time, so that it stays near the processor."""
 
 FREE_SD = 2.0
 """Of the constant that stands for the physics where it is left out."""
@@ -142,10 +143,10 @@ class Surrogate:
             gap = self.rates - self._predicted(self.theta) + jacobian @ (self.theta - mean)
             explained = jacobian @ self.cov @ jacobian.T
             if not last:
-                told = [
-                    _evidence(loud**2 * noise + _combined(kernels, size) * near + explained, gap)
-                    for size, loud in TRIED
-                ]
+                told = []
+                for size in SIZES:
+                    shared = _combined(kernels, size) * near + explained
+                    told += [_evidence(loud**2 * noise + shared, gap) for loud in LOUD]
                 self.size, self.loud = _likely(told)
                 noise = self.loud**2 * noise
                 self.theta = self._climb(self.theta, noise + _combined(kernels, self.size) * near, STEPS // 2)
@@ -170,24 +171,27 @@ class Surrogate:
         precision = np.diag(1 / self.var)
         if self.seen is None or not len(self.seen):
             return self.mean, np.diag(self.var)
-        off, slopes = self._off_seen(theta)
-        gap = slopes @ (theta - self.mean) - off
+        slopes = self._slopes_seen(theta)
+        gap = slopes @ (theta - self.mean) - self._off_seen(theta)
         covariance = cho_solve(cho_factor(precision + slopes.T @ slopes), np.eye(len(theta)))
         return self.mean + covariance @ (slopes.T @ gap), covariance
 
-    def _off_seen(self, theta: Array) -> tuple[Array, Array]:
-        """How far what is expected of acceptance is off what was seen, in standard deviations; and derivatives."""
-        seen = self.seen
-        if seen is None or not len(seen):
-            return np.zeros(0), np.zeros((0, len(theta)))
-        physics = self.physics
-        expected, by_acceptance = physics.accept_slopes(
-            theta, seen.terms, lambda chances: seen.expected(chances, physics.shares)
-        )
+    def _off_seen(self, theta: Array) -> Array:
+        """How far what is expected of acceptance is off what was seen, in standard deviations."""
+        if self.seen is None or not len(self.seen):
+            return np.zeros(0)
+        expected, _ = self.seen.expected(self.physics.reached(theta, self.seen.terms), self.physics.shares)
+        return (expected - self.seen.value) / np.sqrt(self.seen.var)
+
+    def _slopes_seen(self, theta: Array) -> Array:
+        """Its derivatives by the unknowns."""
+        if self.seen is None or not len(self.seen):
+            return np.zeros((0, len(theta)))
+        seen, physics = self.seen, self.physics
+        _, by_reached = seen.expected(physics.reached(theta, seen.terms), physics.shares)
         slopes = np.zeros((len(seen), len(theta)))
-        slopes[:, self.physics.of_acceptance] = by_acceptance
-        sd = np.sqrt(seen.var)
-        return (expected - seen.value) / sd, slopes / sd[:, None]
+        slopes[:, physics.of_acceptance] = physics.slopes(theta, seen.terms, seen.shape, by_reached)
+        return slopes / np.sqrt(seen.var)[:, None]
 
     def _climb(self, theta: Array, covariance: Array, steps: int) -> Array:
         """The unknowns that fit best, sought from `theta` on; `covariance` is what is left beside them."""
@@ -195,11 +199,11 @@ class Surrogate:
 
         def off(at: Array) -> Array:
             rates = solve_triangular(factor, self._predicted(at) - self.rates, lower=True)
-            return np.concatenate([rates, self._off_seen(at)[0], (at - self.mean) / sd])
+            return np.concatenate([rates, self._off_seen(at), (at - self.mean) / sd])
 
         def slopes(at: Array) -> Array:
             rates = solve_triangular(factor, self._jacobian(at), lower=True)
-            return np.concatenate([rates, self._off_seen(at)[1], np.diag(1 / sd)])
+            return np.concatenate([rates, self._slopes_seen(at), np.diag(1 / sd)])
 
         found = least_squares(off, theta, slopes, x_scale=sd, max_nfev=steps, ftol=1e-4, xtol=1e-4, gtol=1e-4)
         return np.asarray(found.x)
@@ -217,13 +221,21 @@ class Surrogate:
     def _kernels(self, a: Array, b: Array) -> tuple[Array, Array]:
         """Between candidates: of settings that physics does not know, and of all; each with standard deviation 1."""
         tables, other = self.catalogue.encoder.alike, self.catalogue.encoder.other
-        total, own, product = np.zeros((len(a), len(b))), np.zeros((len(a), len(b))), np.ones((len(a), len(b)))
-        for j, table in enumerate(tables):
-            alike = table[:, b[:, j]][a[:, j]]
-            total += alike
-            product *= 0.4 + 0.6 * alike
-            if j in other:
-                own += alike
+        own, total, product = np.zeros((len(a), len(b))), np.zeros((len(a), len(b))), np.ones((len(a), len(b)))
+        # Half of the settings at a time: many candidates have few combinations of those.
+        for half in np.array_split(np.arange(len(tables)), 2):
+            first, which = distinct(a[:, half])
+            some = a[first][:, half]
+            mine, whole, times = (np.full((len(some), len(b)), start) for start in (0.0, 0.0, 1.0))
+            for j, codes in zip(half, some.T, strict=True):
+                alike = tables[j][:, b[:, j]][codes]
+                whole += alike
+                times *= 0.4 + 0.6 * alike
+                if j in other:
+                    mine += alike
+            own += mine[which]
+            total += whole[which]
+            product *= times[which]
         return own, 0.3 + 0.3 * total / max(1, len(tables)) + 0.4 * product
 
     # -- predictions ------------------------------------------------------------------------------------------------
@@ -238,11 +250,13 @@ class Surrogate:
             terms = catalogue.terms if candidates is None else catalogue.rows(candidates)
             formula = self.physics.log_rate(self.theta, terms).reshape(-1, len(levels))
         # At the best unknowns, what the linearised formula adds to itself is nothing: only the process is left.
-        kernel = _combined(self._kernels(codes, self.codes), self.size)
         near = _near(levels, self.levels)
         carried: Array = np.zeros((len(self.codes), len(levels)))
         np.add.at(carried, self.whose, (near * self.weights).T)
-        return formula + kernel @ carried
+        for first in range(0, len(codes), AT_ONCE):
+            some = slice(first, first + AT_ONCE)
+            formula[some] += _combined(self._kernels(codes[some], self.codes), self.size) @ carried
+        return formula
 
     def covariances(self, candidates: Array, base: int | None = None) -> Array:
         """Of the log rates at all levels, less those of candidate `base`: candidates × levels × levels."""
@@ -288,8 +302,11 @@ def _combined(kernels: Sequence[Array], size: tuple[float, float]) -> Array:
 
 
 def _likely(evidences: Sequence[float]) -> tuple[tuple[float, float], float]:
-    """The mean of what was `TRIED`, by how likely each is, of logs. The likeliest alone changes with a block or two."""
-    tried = np.log([[*size, loud] for size, loud in TRIED])
+    """The mean of `SIZES`, each with every `LOUD`, by how likely each is, of logs.
+
+    The likeliest alone changes with a block or two.
+    """
+    tried = np.log([[*size, loud] for size in SIZES for loud in LOUD])
     beforehand = -0.5 * (((tried - np.log([*USUAL_SIZES, 1.0])) / SIZES_SD) ** 2).sum(axis=1)
     told = np.array(evidences) + beforehand
     chance = np.exp(told - told.max())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
+from operator import attrgetter
 
 from tuner.bench.axes import groups
 from tuner.records import Block, Candidate, StoredBlock
@@ -28,25 +29,35 @@ class Reader:
     """Reads a study as it grows. Each block is taken to pieces once: there may be thousands."""
 
     def __init__(self) -> None:
-        self._read: dict[int, tuple[StoredBlock, float, Measurement]] = {}
+        self._read: dict[int, tuple[StoredBlock, float, Measurement | None]] = {}
 
-    def measurement(self, data: StudyData, stored: StoredBlock, scale: float) -> Measurement:
-        """A block's, whose place makes it slower by `scale`."""
-        known = self._read.get(stored.id)
-        if known is None or known[0] is not stored or known[1] != scale:
-            known = self._read[stored.id] = stored, scale, _measurement(data, stored, scale)
-        return known[2]
+    def measurements(self, data: StudyData) -> list[Measurement]:
+        """Of all blocks that tell of throughput, in order, as if of one host."""
+        slower = {place: math.exp(-ahead) for place, ahead in place_speeds(data).items()}
+        scales = {launch.id: slower.get(launch.place, 1.0) for launch in data.launches}
+        found = []
+        for stored in sorted(data.blocks.values(), key=_order):
+            scale = scales.get(stored.launch_id, 1.0)
+            known = self._read.get(stored.id)
+            if known is None or known[0] is not stored or known[1] != scale:
+                told = _measurement(data, stored, scale) if _tells(stored) else None
+                known = self._read[stored.id] = stored, scale, told
+            if known[2] is not None:
+                found.append(known[2])
+        return found
+
+
+_order = attrgetter("order")
+
+
+def _tells(stored: StoredBlock) -> bool:
+    """Whether a block tells of its candidate's throughput."""
+    return stored.role != "edge" and stored.block.valid and stored.block.tokens_per_s > 0
 
 
 def evidence_of(data: StudyData, reader: Reader | None = None) -> Evidence:
     """All valid blocks, as if of one host, and the candidates that could not be measured."""
-    reader = reader or Reader()
-    fast = place_speeds(data)
-    at = {launch.id: launch.place for launch in data.launches}
-    blocks = sorted(data.blocks.values(), key=lambda stored: stored.order)
-    usable = [b for b in blocks if b.block.valid and b.block.tokens_per_s > 0 and b.role != "edge"]
-    slower = {place: math.exp(-ahead) for place, ahead in fast.items()}
-    measured = [reader.measurement(data, stored, slower.get(at.get(stored.launch_id, ""), 1.0)) for stored in usable]
+    measured = (reader or Reader()).measurements(data)
     failed = [
         data.candidates[trial.candidate_id]
         for trial in data.trials
@@ -63,10 +74,9 @@ def place_speeds(data: StudyData) -> dict[str, float]:
     """
     at = {launch.id: launch.place for launch in data.launches}
     seen: dict[int, dict[str, list[float]]] = {}
+    baseline = data.baseline.id
     for stored in data.blocks.values():
-        if stored.role == "edge":
-            continue
-        if stored.candidate_id == data.baseline.id and stored.block.valid and stored.block.tokens_per_s > 0:
+        if stored.candidate_id == baseline and _tells(stored):
             places = seen.setdefault(stored.concurrency, {})
             places.setdefault(at.get(stored.launch_id, ""), []).append(math.log(stored.block.tokens_per_s))
     offsets: dict[str, list[float]] = {}

@@ -167,9 +167,12 @@ def start_s(data: StudyData) -> float:
 
 def candidate_s(data: StudyData) -> float:
     """Seconds that the blocks of a candidate of the search take, in the mean; 0 before one was measured."""
-    blocks = [b for b in data.blocks.values() if b.role != "confirm"]
-    slots = {(b.candidate_id, b.repetition, b.concurrency) for b in blocks}
-    seconds = math.fsum(b.block.warmup_s + b.block.window_s for b in blocks)
+    slots, spent = set(), []
+    for stored in data.blocks.values():
+        if stored.role != "confirm":
+            slots.add((stored.candidate_id, stored.repetition, stored.concurrency))
+            spent.append(stored.block.warmup_s + stored.block.window_s)
+    seconds = math.fsum(spent)
     return len(data.levels) * seconds / len(slots) if slots else 0.0
 
 
