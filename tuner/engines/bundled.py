@@ -114,7 +114,9 @@ class BundledEngine:
         if not found and fabric is not None:
             known = {**values, **fabric.facts(values.get("tp", 1))}
             found = [f"{rule.setting}: {rule.says}" for rule in BUNDLED if rule.holds(known)]
-        return found or shape_problems(values, _CHAINS, tuple(_SPECULATION))
+        # What no running server can be changed in, and all share, is there for when it does speculate.
+        idle = [name for name in _SPECULATION if name in self.hot or name not in args]
+        return found or shape_problems(values, _CHAINS, tuple(idle))
 
     def record(
         self,

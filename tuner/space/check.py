@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from tuner.engines import nccl
-from tuner.engines.base import UNSET
+from tuner.engines.base import UNSET, Reconfigurable
 from tuner.engines.names import meant
 from tuner.errors import UsageError
 from tuner.records import Candidate, Setting
@@ -208,10 +208,15 @@ class Checker:
             self._guarded(("engine", "kind"), find)
         if engine is not None and (problem := engine.check_model(file.engine.model)):
             self.report(("engine", "model"), problem)
-        for problem in engine.problems(file.engine.args, {}) if engine is not None else ():
-            name = problem.partition(":")[0]
-            if name in file.engine.args:  # what else it says may be for lack of the settings
-                self.report(("engine", "args", name), problem)
+        if engine is not None:
+            # What it says of any other setting may be for lack of the settings; of one of these, of how the candidate
+            # speculates, unless it says so of all.
+            ways = _ways(file)
+            asked = [engine.problems(file.engine.args, {**told}) for told in ways]
+            for problem in asked[0]:
+                name = problem.partition(":")[0]
+                if name in file.engine.args and all(problem in said for said in asked):
+                    self.report(("engine", "args", name), problem)
         return engine
 
     def _names(self, file: SpaceFile, engine: EngineFacts | None) -> None:
@@ -382,8 +387,15 @@ class Checker:
                 self.report(path, problem)
 
     def _combinations(self, space: Space, engine: EngineFacts | None) -> None:
+
+        def problems(candidate: Candidate) -> list[str]:
+            assert engine is not None
+            hot = engine.hot if isinstance(engine, Reconfigurable) else frozenset()
+            settings = _engine_settings(candidate)
+            return engine.problems(space.args_for(settings, hot), settings)
+
         if engine is not None:
-            for problem in engine.problems(space.args, _engine_settings(space.baseline)):
+            for problem in problems(space.baseline):
                 self.report(_place(problem, space), problem)
         listed = space.listed()
         if listed is None and space.sampler == "exhaustive":
@@ -395,7 +407,7 @@ class Checker:
         if not others:
             self.report(path, "no candidate is left besides the baseline")
         elif engine is not None:
-            refused = [engine.problems(space.args, _engine_settings(candidate)) for candidate in others]
+            refused = [problems(candidate) for candidate in others]
             if all(refused):
                 self.report(("parameters",), f"the engine takes none of the candidates: {refused[0][0]}")
 
@@ -419,6 +431,13 @@ def _listed(levels: Sequence[int]) -> str:
 
 def _engine_settings(candidate: Candidate) -> dict[str, Setting]:
     return {name: value for name, value in candidate.settings.items() if not name.startswith("env.")}
+
+
+def _ways(file: SpaceFile) -> list[dict[str, Setting]]:
+    """The ways to speculate that the file has, as settings: those of its baseline and of its parameters."""
+    asked = file.parameters.get("speculation")
+    values = [file.baseline.get("speculation"), *((asked.choices or ()) if asked is not None else ())]
+    return [{"speculation": value} for value in values if isinstance(value, str)] or [{}]
 
 
 def _place(problem: str, space: Space) -> Path:

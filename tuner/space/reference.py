@@ -22,8 +22,8 @@ ABOUT: Mapping[str, str] = {
     "engine": "which server is tuned, and how it is started",
     "engine.kind": "`bundled`, `sglang`, `vllm`, `llama_server`, `command` or `simulated`",
     "engine.model": "a known name, a folder in Hugging Face's layout, a `.gguf` file, or a hub id",
-    "engine.args": "settings that are the same for all candidates, by neutral name; for `command` also `command`, "
-    "`ready_path` and `log_rules`",
+    "engine.args": "settings that are the same for all candidates, by neutral name (of speculation: for all that "
+    "speculate); for `command` also `command`, `ready_path` and `log_rules`",
     "engine.env": "variables of the server's environment; null removes one",
     "engine.container": "the server runs in a container of this image",
     "engine.container.runtime": "the program that runs it",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -29,6 +29,9 @@ from tuner.space.schema import (
 
 SIMULATED = "simulated"
 """The kind of engine that stands in for any other."""
+
+COMMAND = "command"
+"""The kind of engine that is known to take no other values than a space lists."""
 
 SPECULATIVE = frozenset(
     {
@@ -306,6 +309,19 @@ class Space:
             if holds:
                 return f"{rule.because} (rule: {rule.forbid.text})"
         return None
+
+    def args_for(self, settings: Mapping[str, Setting], hot: Set[str] = frozenset()) -> dict[str, Any]:
+        """What `engine.args` fix for a candidate: all, but for one that is not to speculate what says how to.
+
+        What no running server can be changed in (`hot` names what it can) stays: launched without it, it could not
+        serve those that speculate. So does all that a command line of the user's is made of.
+        """
+        if settings.get("speculation") != "none" or self.kind == COMMAND:
+            return dict(self.args)
+        idle = SPECULATIVE | {"speculation"}
+        if any(parameter.name in hot for parameter in self.parameters):
+            idle = idle & hot
+        return {name: value for name, value in self.args.items() if name not in idle}
 
     def combinations(self, limit: int = MAX_COMBINATIONS) -> list[Listed] | None:
         """Every combination of values with the candidate that it makes, whatever rules say; None beyond `limit`."""

@@ -14,11 +14,8 @@ from tuner.engines.container import contained, listens_on
 from tuner.engines.nccl import contradictory, impossible
 from tuner.records import Block, Candidate, Failure, Gate, LaunchRecord, Setting
 from tuner.space import Space
-from tuner.space.space import SPECULATIVE
+from tuner.space.space import COMMAND
 from tuner.study.belied import belied
-
-COMMAND = "command"
-"""The kind of engine that is known to take no other values than a space lists."""
 
 DRAWN = 200
 """Candidates that are drawn from a space that cannot be listed, to see whether any may be launched."""
@@ -95,20 +92,6 @@ def split(candidate: Candidate) -> tuple[dict[str, Setting], dict[str, str | Non
     return settings, env
 
 
-def fixed_args(space: Space, engine: StudyEngine, settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """What is fixed for a candidate: `engine.args`, for one that is not to speculate without what says how to.
-
-    What no running server can be changed in stays: launched without it, it could not serve those that speculate. So
-    does all that a command line of the user's is made of.
-    """
-    if settings.get("speculation") != "none" or space.kind == COMMAND:
-        return space.args
-    idle, hot = SPECULATIVE | {"speculation"}, hot_settings(engine)
-    if any(parameter.name in hot for parameter in space.parameters):
-        idle = idle & hot
-    return {name: value for name, value in space.args.items() if name not in idle}
-
-
 def illegal(space: Space, engine: StudyEngine, candidate: Candidate) -> str | None:
     """Why a candidate must not be launched: a rule of the space, or of the engine, by its model and GPUs too.
 
@@ -117,7 +100,7 @@ def illegal(space: Space, engine: StudyEngine, candidate: Candidate) -> str | No
     if why := space.forbidden(candidate):
         return why
     settings, env = split(candidate)
-    args = fixed_args(space, engine, settings)
+    args = space.args_for(settings, hot_settings(engine))
     problems = engine.problems(args, settings)
     if not problems and isinstance(engine, Modelled):
         problems = engine.model_problems(space.model, args, settings)
@@ -159,7 +142,7 @@ def launch_record(
     its worker.
     """
     settings, env = split(candidate)
-    args = fixed_args(space, engine, settings)
+    args = space.args_for(settings, hot_settings(engine))
     if space.container is not None and isinstance(engine, Installed):
         args = {"version": "unknown", **args}  # what is installed here says nothing about the image
     record = engine.record(

@@ -8,9 +8,9 @@ from tuner.engines.base import UNSET
 from tuner.records import Candidate, Setting
 from tuner.search.evidence import complete
 from tuner.space import Space
-from tuner.space.space import SPECULATIVE
+from tuner.space.space import COMMAND, SPECULATIVE
 from tuner.study.data import StudyData
-from tuner.study.engine import COMMAND, StudyEngine, illegal
+from tuner.study.engine import StudyEngine, illegal
 from tuner.study.planner import budget_since
 
 NO_PLAIN = "plain"

@@ -14,7 +14,7 @@ from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import Candidate, LaunchRecord
 from tuner.secrets import without_secrets
 from tuner.space import Space
-from tuner.study.engine import illegal, launch_record, none_drawn, split
+from tuner.study.engine import hot_settings, illegal, launch_record, none_drawn, split
 from tuner.study.fabric import fabric_here, used_devices
 
 _MOST = 500
@@ -255,7 +255,7 @@ def _impossible(space: Space, engine: Engine, placed: Engine) -> list[str]:
 def _contradicted(space: Space, engine: Engine) -> list[str]:
     """Why the baseline cannot run as it says, by rules about its model or environment: all else is compared with it."""
     settings, _ = split(space.baseline)
-    if space.forbidden(space.baseline) or engine.problems(space.args, settings):
+    if space.forbidden(space.baseline) or engine.problems(space.args_for(settings, hot_settings(engine)), settings):
         return []  # said where a command line is made of it
     why = illegal(space, engine, space.baseline)
     return [f"the baseline: {why}"] if why else []

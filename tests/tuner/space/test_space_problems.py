@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optuna.trial import FixedTrial
 
-from tuner.engines.base import env_problems
+from tuner.engines.base import env_problems, get_engine
 from tuner.errors import UsageError
 from tuner.records import Candidate
 from tuner.space import Outside, SpaceProblems, parse_space
@@ -328,3 +328,34 @@ def test_a_condition_that_does_not_fit_is_told_once_whatever_hangs_on_it():
     (problem,) = caught.value.problems
     assert (problem.line, problem.where) == (7, "parameters.env.NCCL_PROTO.when")
     assert "have no order" in problem.message
+
+
+ARGS = """\
+name: fixed
+engine: {{kind: {kind}, model: {model}, args: {{{args}}}}}
+workload: {{concurrency: [1]}}
+baseline: {{speculation: {plain}}}
+parameters:
+  {parameters}
+"""
+OF_SPECULATION = "speculation: {choices: [none, ngram]}"
+
+
+@pytest.mark.parametrize(("kind", "model"), [("bundled", "smollm2-135m"), ("llama_server", "a/b")])
+@pytest.mark.parametrize(
+    ("args", "plain", "parameters", "says"),
+    [
+        ("num_steps: 4", "none", OF_SPECULATION, None),
+        ("num_steps: 4", "ngram", "speculation: {choices: [ngram, none]}", None),
+        ("num_steps: 99", "none", OF_SPECULATION, "engine.args.num_steps: num_steps: 99 is not valid"),
+        ("num_steps: 4", "none", "max_running_requests: {choices: [4, 8]}", "num_steps: has no meaning while"),
+    ],
+)
+def test_what_is_fixed_of_speculation_is_no_problem_of_plain_decoding(kind, model, args, plain, parameters, says):
+    text = ARGS.format(kind=kind, model=model, args=args, plain=plain, parameters=parameters)
+    outside = Outside(engine_for=get_engine)
+    if says is None:
+        parse_space(text, source="fixed.yaml", outside=outside)
+        return
+    with pytest.raises(SpaceProblems, match=says):
+        parse_space(text, source="fixed.yaml", outside=outside)

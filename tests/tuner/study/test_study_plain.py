@@ -130,14 +130,25 @@ def test_plain_decoding_is_launched_without_what_is_fixed_of_speculation() -> No
     assert "--num-steps" in launch_record(the_space, engine, the_space.baseline, host="127.0.0.1", port=1).argv
 
 
-def test_what_keeps_plain_decoding_out_is_said() -> None:
-    """A running server is not given a head: one that was launched for plain decoding would have to."""
+def test_a_server_for_plain_decoding_keeps_what_it_cannot_be_given_later() -> None:
+    """A running server is not given a head: it is launched with it, and can be changed to speculate."""
     engine = get_engine("bundled")
     fixed = "engine.args={speculation: eagle3, num_steps: 3, draft_head: mine.safetensors}"
-    changed = ("parameters={spec_version: {choices: [v1, v2]}}", "baseline={spec_version: v2}")
-    why = out_of_race(space(FIXED, fixed, *changed), engine)
-    assert why.startswith("plain decoding is not in the race: draft_head:")
-    assert out_of_race(space(FIXED, fixed), engine) == "", "each candidate has a launch of its own"
+    changed = space(FIXED, fixed, "parameters={spec_version: {choices: [v1, v2]}}", "baseline={spec_version: v2}")
+    for the_space, has_head in ((changed, True), (space(FIXED, fixed), False)):
+        plain = plain_candidate(the_space)
+        assert plain is not None
+        assert out_of_race(the_space, engine) == ""
+        argv = launch_record(the_space, engine, plain, host="127.0.0.1", port=1).argv
+        assert argv[argv.index("--speculation") + 1] == "none"
+        assert ("--draft-head" in argv) == has_head
+        assert "--num-steps" not in argv
+
+
+def test_what_keeps_plain_decoding_out_is_said() -> None:
+    rule = "rules=[{forbid: speculation == 'none', because: it is too slow}]"
+    why = out_of_race(space(FIXED, rule), get_engine("bundled"))
+    assert why.startswith("plain decoding is not in the race: it is too slow (rule:")
 
 
 def test_what_was_never_measured_was_not_tried(tmp_path) -> None:
