@@ -16,9 +16,8 @@ out the chance is none.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -198,13 +197,15 @@ class Columns:
         self.settings = settings
         self._read: dict[str, tuple[list[Any], np.ndarray]] = {}
 
+    @property
+    def names(self) -> list[str]:
+        """Of all settings that any of them has."""
+        return sorted({name for one in self.settings for name in one})
+
     def of(self, name: str) -> tuple[list[Any], np.ndarray]:
         """Those of a setting; None where it is not active."""
         if name not in self._read:
-            known: dict[tuple[type, Any], int] = {}
-            has = (one.get(name) for one in self.settings)
-            which = [known.setdefault((type(value), value), len(known)) for value in has]
-            self._read[name] = [value for _, value in known], np.array(which, int)
+            self._read[name] = _told_apart([one.get(name) for one in self.settings])
         return self._read[name]
 
     def truth(self, conditions: Sequence[Condition]) -> np.ndarray:
@@ -226,24 +227,13 @@ class Crashes:
 
     def __init__(self, settings: Sequence[Mapping[str, Any]], levels: Sequence[int]) -> None:
         self.settings = settings
-        conditions: dict[tuple[Any, ...], np.ndarray] = {}
-        columns = _columns(settings, levels)
-        for name, values in columns.items():
-            distinct = {(_is_number(value), value) for value in values}
-            if len(distinct) < 2:
-                continue
-            numbers = sorted(value for number, value in distinct if number)
-            some = numbers[:: max(1, len(numbers) // MOST_LIMITS)]
-            for number, value in sorted(distinct, key=str):
-                if not number or len(some) == len(numbers):
-                    conditions[name, "is", value] = np.array([v == value and _is_number(v) == number for v in values])
-            for value in some:
-                conditions[name, "least", value] = np.array([_is_number(v) and v >= value for v in values])
-                conditions[name, "most", value] = np.array([_is_number(v) and v <= value for v in values])
+        self._columns = Columns(settings)
         unique: dict[bytes, np.ndarray] = {}
-        for truth in conditions.values():
-            if truth.any() and not truth.all():
-                unique.setdefault(truth.tobytes(), truth)
+        for values, which in [*map(self._columns.of, self._columns.names), *_most_rows(settings, levels)]:
+            for each in _conditions_of(values):
+                truth = np.array(each, bool)[which]
+                if truth.any() and not truth.all():
+                    unique.setdefault(truth.tobytes(), truth)
         self.truth = np.stack(list(unique.values()), axis=1) if unique else np.zeros((len(settings), 0), bool)
         self._lengths, self._meets = self._conjunctions()
 
@@ -265,10 +255,6 @@ class Crashes:
                 lengths.append(np.full(len(triples), 3))
         return np.concatenate(lengths), np.concatenate(meets, axis=1)
 
-    @cached_property
-    def _by_name(self) -> Columns:
-        return Columns(self.settings)
-
     def works(self, failed: Sequence[int], worked: Sequence[int], crashed: Sequence[int] = ()) -> np.ndarray:
         """The chance for each candidate, after those of these places failed and worked.
 
@@ -277,7 +263,7 @@ class Crashes:
         chance = self._chance(failed, worked)
         if len(crashed) >= NEED_ONE:
             conditions = region_conditions([self.settings[i] for i in crashed])
-            truth = self._by_name.truth(conditions)
+            truth = self._columns.truth(conditions)
             crashes = [Crash(self.settings[i]) for i in crashed]
             regions = Regions.told(crashes, conditions, truth[list(crashed)], truth[list(worked)])
             known = chance[list(worked)]
@@ -313,9 +299,30 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _columns(settings: Sequence[Mapping[str, Any]], levels: Sequence[int]) -> dict[str, list[Any]]:
-    names = sorted({name for one in settings for name in one})
-    columns: dict[str, list[Any]] = {name: [one.get(name) for one in settings] for name in names}
-    if "speculation" in columns:
-        columns["rows at most"] = [max(shape_at(one, level).rows * level for level in levels) for one in settings]
-    return columns
+def _told_apart(values: Sequence[Any]) -> tuple[list[Any], np.ndarray]:
+    """The different ones, and which of them each is."""
+    known: dict[tuple[type, Any], int] = {}
+    which = [known.setdefault((type(value), value), len(known)) for value in values]
+    return [value for _, value in known], np.array(which, int)
+
+
+def _most_rows(settings: Sequence[Mapping[str, Any]], levels: Sequence[int]) -> list[tuple[list[Any], np.ndarray]]:
+    """As a setting of its own: the rows that a candidate verifies at most. Nothing where nobody speculates."""
+    if not any("speculation" in one for one in settings):
+        return []
+    return [_told_apart([max(shape_at(one, level).rows * level for level in levels) for one in settings])]
+
+
+def _conditions_of(values: Sequence[Any]) -> Iterator[list[bool]]:
+    """Of the different values of a setting: where each condition holds that may be made of them."""
+    distinct = {(_is_number(value), value) for value in values}
+    if len(distinct) < 2:
+        return
+    numbers = sorted(value for number, value in distinct if number)
+    some = numbers[:: max(1, len(numbers) // MOST_LIMITS)]
+    for number, value in sorted(distinct, key=str):
+        if not number or len(some) == len(numbers):
+            yield [v == value and _is_number(v) == number for v in values]
+    for value in some:
+        yield [_is_number(v) and v >= value for v in values]
+        yield [_is_number(v) and v <= value for v in values]

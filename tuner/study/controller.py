@@ -32,12 +32,14 @@ from tuner.study.engine import (
     hot_settings,
     illegal,
     launch_record,
+    legality,
     not_in_effect,
     pointless,
     speculates,
     unsettled,
 )
 from tuner.study.evidence import Reader, costs_of, evidence_of, goal_of, goals_of
+from tuner.study.garbage import uncollected
 from tuner.study.hot import Running, cold_values, group, reachable, scope_to_try
 from tuner.study.inherit import best_of_stale, in_space, respelled
 from tuner.study.journal import Entry, Journal
@@ -301,17 +303,18 @@ class Controller:
         return self.store.data() if left else data
 
     def _next(self, data: StudyData) -> Step:
-        data = self._asked_model(data)
-        return next_step(
-            data,
-            self.policy,
-            exhausted=self._exhausted(data) and not self._unlisted_left(data),
-            hot=self._hot,
-            serving=self._up.launch if self._up else None,
-            exhausted_here=self._exhausted_here(data) and not self._unlisted_here(data),
-            place=self.place,
-            busy=self.others(),
-        )
+        with uncollected():
+            data = self._asked_model(data)
+            return next_step(
+                data,
+                self.policy,
+                exhausted=self._exhausted(data) and not self._unlisted_left(data),
+                hot=self._hot,
+                serving=self._up.launch if self._up else None,
+                exhausted_here=self._exhausted_here(data) and not self._unlisted_here(data),
+                place=self.place,
+                busy=self.others(),
+            )
 
     @cached_property
     def _effects(self) -> Effects:
@@ -365,7 +368,8 @@ class Controller:
         listed = space.listed()
         if listed is None:
             return None
-        legal = (each for each in listed.values() if not illegal(space, self.engine, each.candidate))
+        why_not = legality(space, self.engine)
+        legal = (each for each in listed.values() if not why_not(each.candidate))
         if self._kept_otherwise:
             legal = (replace(each, candidate=self._as_kept(each.candidate)) for each in legal)
         return {each.candidate.id: each for each in legal}
@@ -447,8 +451,8 @@ class Controller:
         if self._universe is not None:
             return self._universe
         space = self.store.data().space
-        near = nearest_ones(space)
-        return {i: each for i, each in near.items() if not illegal(space, self.engine, each.candidate)}
+        near, why_not = nearest_ones(space), legality(space, self.engine)
+        return {i: each for i, each in near.items() if not why_not(each.candidate)}
 
     def _exhausted_here(self, data: StudyData) -> bool:
         launch = group(data, self.place) if self._hot else None

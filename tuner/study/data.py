@@ -350,6 +350,11 @@ class StudyData:
                 found.setdefault(pair.candidate_id, []).append(pair)
         return {candidate: tuple(pairs) for candidate, pairs in found.items()}
 
+    @cached_property
+    def scores(self) -> dict[str, Any]:
+        """What was scored already of these records (`score.score`)."""
+        return {}
+
     def settings_of(self, candidate_id: str) -> Mapping[str, Setting]:
         """The settings of a candidate of this study."""
         return self.candidates[candidate_id].settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -97,18 +97,30 @@ def illegal(space: Space, engine: StudyEngine, candidate: Candidate) -> str | No
 
     None when it may.
     """
-    if why := space.forbidden(candidate):
-        return why
-    settings, env = split(candidate)
-    args = space.args_for(settings, hot_settings(engine))
-    problems = engine.problems(args, settings)
-    if not problems and isinstance(engine, Modelled):
-        problems = engine.model_problems(space.model, args, settings)
-    problems += contradictory({**space.env, **env})
-    if isinstance(engine, Placed) and engine.fabric is not None:
-        tp = settings.get("tp", space.args.get("tp", 1))
-        problems += impossible(env, engine.fabric.facts(tp) if isinstance(tp, int) else {})
-    return "; ".join(problems) or None
+    return legality(space, engine)(candidate)
+
+
+def legality(space: Space, engine: StudyEngine) -> Callable[[Candidate], str | None]:
+    """`illegal` for many candidates: what the engine knows of models and GPUs is found out once."""
+    hot = hot_settings(engine)
+    modelled = engine if isinstance(engine, Modelled) else None
+    fabric = engine.fabric if isinstance(engine, Placed) else None
+
+    def why(candidate: Candidate) -> str | None:
+        if rule := space.forbidden(candidate):
+            return rule
+        settings, env = split(candidate)
+        args = space.args_for(settings, hot)
+        problems = engine.problems(args, settings)
+        if not problems and modelled is not None:
+            problems = modelled.model_problems(space.model, args, settings)
+        problems += contradictory({**space.env, **env})
+        if fabric is not None:
+            tp = settings.get("tp", space.args.get("tp", 1))
+            problems += impossible(env, fabric.facts(tp) if isinstance(tp, int) else {})
+        return "; ".join(problems) or None
+
+    return why
 
 
 def none_drawn(space: Space, engine: StudyEngine) -> str:

@@ -18,7 +18,7 @@ from tuner.study.canary import to_prove
 from tuner.study.data import Budget, StudyData
 from tuner.study.edges import ROUNDS
 from tuner.study.effect import Effects
-from tuner.study.engine import StudyEngine, hot_settings, illegal, none_drawn
+from tuner.study.engine import StudyEngine, hot_settings, legality, none_drawn
 from tuner.study.hot import cold_part
 from tuner.study.plain import baseline_speculates, out_of_race
 from tuner.study.policy import CLAIM_PAIRS, POLICIES, Policy, planned_pairs, policy_of
@@ -234,12 +234,13 @@ class _Candidates:
         groups = set()
         legal = 0
         proven = to_prove(space)
+        why_not = legality(space, engine)
         found: set[tuple[str, Any]] = set()
         for each in combinations:
             candidate = each.candidate
             if rule := space.forbidden(candidate):
                 why[rule, "space"] += 1
-            elif problem := illegal(space, engine, candidate):
+            elif problem := why_not(candidate):
                 why[problem, "engine"] += 1
             elif source := known.get(str(sorted(candidate.settings.items()))):
                 why[f"it crashed in {source} on this machine", "crash"] += 1

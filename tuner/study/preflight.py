@@ -14,7 +14,7 @@ from tuner.errors import EnvironmentBroken, UsageError
 from tuner.records import Candidate, LaunchRecord
 from tuner.secrets import without_secrets
 from tuner.space import Space
-from tuner.study.engine import hot_settings, illegal, launch_record, none_drawn, split
+from tuner.study.engine import hot_settings, illegal, launch_record, legality, none_drawn, split
 from tuner.study.fabric import fabric_here, used_devices
 
 _MOST = 500
@@ -270,10 +270,11 @@ def _left_out(space: Space, engine: Engine, placed: Engine) -> list[str]:
     if listed is None:
         return [said] if (said := none_drawn(space, placed)) else []
     looked = [each.candidate for each in listed.values() if each.candidate.id != space.baseline.id]
+    anyhow, on_these = legality(space, engine), legality(space, placed)
     for each in looked:
-        if why := illegal(space, engine, each):
+        if why := anyhow(each):
             anywhere[why] += 1
-        elif gpus_known and (why := illegal(space, placed, each)):
+        elif gpus_known and (why := on_these(each)):
             here[why] += 1
     of = f"of {len(looked)} candidates"
     found = [f"left out on these GPUs ({count} {of}): {said}" for said, count in here.most_common()]

@@ -133,6 +133,13 @@ def score(data: StudyData, candidate_id: str) -> Score:
     The value is the weighted mean of ln(tokens per second / the baseline's). A broken guard is a violated constraint;
     the value stays what was measured.
     """
+    known: dict[str, Score] = data.scores
+    if candidate_id not in known:
+        known[candidate_id] = _score(data, candidate_id)
+    return known[candidate_id]
+
+
+def _score(data: StudyData, candidate_id: str) -> Score:
     if candidate_id == data.baseline.id:
         return Score(0.0, {"launch": -1.0}, dict.fromkeys(data.levels, 0.0))
     if candidate_id in data.failed:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +41,7 @@ from tuner.study.data import (
     StudyState,
 )
 from tuner.study.database import finite, open_database
+from tuner.study.garbage import uncollected
 from tuner.study.names import local_studies, sqlite_file, storage_url, unknown_study
 from tuner.study.trials import Trials
 
@@ -64,18 +63,6 @@ class AlreadyMeasured(RuntimeError):
 def sampler_facts(sampler: str) -> dict[str, Any]:
     """What a study keeps of its sampler. Another one would go on with its trials, but would not have made them."""
     return {"name": sampler, "version": 1, "seed": "study seed / trial number"}
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Of what is read nothing is garbage: a collection in the midst of it would walk through all of it for nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class StudyStore:
@@ -103,7 +90,7 @@ class StudyStore:
 
         What can no longer change (blocks, launches that have ended, candidates, events, finished trials) is read once.
         """
-        with _uncollected():
+        with uncollected():
             return self._read()
 
     def _read(self) -> StudyData:
