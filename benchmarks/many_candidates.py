@@ -1,7 +1,8 @@
 """A study of 5,000 stored candidates, from its database: `python -m benchmarks.many_candidates --output FILE`.
 
 Seconds that `tuner status` takes (the whole command; its reading alone), that `resume` takes until it knows what comes
-next, and that the model takes for a suggestion. The study is simulated; the database is a real SQLite file.
+next, and that the model takes for a suggestion; and again where blocks tell what became of drafts, by depth and by the
+kinds of prompts that `mixed` has. The study is simulated; the database is a real SQLite file.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +52,29 @@ parameters:
 budget: {launches: 6000, candidates: 6000}
 """
 NAME = "many"
+KINDS = 7
+"""Kinds of prompts that `mixed` has."""
 
 
-def made(url: str, count: int, space: Space) -> StudyStore:
-    """A study in which `count` candidates were tried, a tenth of which did not work."""
+def counters(settings: Mapping[str, Any], kinds: int, tokens: float) -> tuple[float, dict[str, float]]:
+    """Tokens per verify step, and what a server and a bench count of these settings' drafts; kinds share the tokens."""
+    reached = [[(0.3 + 0.6 * kind / kinds) ** (d + 1) for d in range(settings["num_steps"])] for kind in range(kinds)]
+    lengths = [1 + math.fsum(each) for each in reached]
+    steps = [tokens / kinds / length for length in lengths]
+    told = {"server_verify_steps": math.fsum(steps), "chunks": math.fsum(steps)}
+    for depth, chances in enumerate(zip(*reached, strict=True), 1):
+        told[f"accepted_at_depth_{depth}"] = math.fsum(c * n for c, n in zip(chances, steps, strict=True))
+    for kind, length in enumerate(lengths):
+        figures = {"requests": 8.0, "ms_per_token": 10.0, "tokens_per_chunk": length, "tokens": tokens / kinds}
+        told |= {f"kind/{kind}/{name}": value for name, value in figures.items()}
+    return tokens / told["server_verify_steps"], told
+
+
+def made(url: str, count: int, space: Space, kinds: int = 0) -> StudyStore:
+    """A study in which `count` candidates were tried, a tenth of which did not work.
+
+    With `kinds` the blocks of those that speculate tell what became of their drafts.
+    """
     budget = Budget(**space.budget.model_dump())
     store = create_study(
         NAME,
@@ -99,6 +120,9 @@ def made(url: str, count: int, space: Space) -> StudyStore:
         for level in space.workload.concurrency if works[slot.candidate_id] else ():
             rate = 100 * level**0.7 * math.exp(gains[slot.candidate_id] + draw.gauss(0.0, 0.01))
             seen = block(level, "screen", rate, started_at=now)
+            if kinds and (mine := settings[slot.candidate_id])["speculation"] != "none":
+                length, told = counters(mine, kinds, seen.tokens)
+                seen = replace(seen, accept_length=length, counters={**seen.counters, **told})
             blocks.append(
                 {
                     **same,
@@ -178,19 +202,20 @@ def measure(folder: Path, count: int) -> dict[str, Any]:
         store.close()
 
     read_s = timed(read)
-    ready_s, first_s, later_s = resumed(url, folder)
+    found = resumed(url, folder)
+    telling = f"sqlite:///{folder / 'telling.db'}"
+    made(telling, count, space, KINDS).close()
     return {
         "candidates": count,
         "status_command_s": round(status_s, 3),
         "a_command_that_does_nothing_s": round(bare_s, 3),
         "status_reading_s": round(read_s, 3),
-        "resume_ready_s": round(ready_s, 3),
-        "first_suggestion_s": round(first_s, 3),
-        "suggestion_s": round(later_s, 3),
+        **found,
+        "of_blocks_that_tell_acceptance": {"kinds": KINDS, **resumed(telling, folder)},
     }
 
 
-def resumed(url: str, folder: Path) -> tuple[float, float, float]:
+def resumed(url: str, folder: Path) -> dict[str, float]:
     """Seconds until the study is open and it is known what comes next; of the first suggestion, of one after that."""
     from tuner.engines.base import get_engine
     from tuner.study.controller import Controller
@@ -213,9 +238,13 @@ def resumed(url: str, folder: Path) -> tuple[float, float, float]:
         proposer.propose(tried, store.trials.history, evidence_of(data, reader), goal_of(data), costs)
 
     first_s = timed(suggest, 1)
-    later_s = timed(suggest)
+    later_s = timed(suggest, 9)
     store.close()
-    return ready_s, first_s, later_s
+    return {
+        "resume_ready_s": round(ready_s, 3),
+        "first_suggestion_s": round(first_s, 3),
+        "suggestion_s": round(later_s, 3),
+    }
 
 
 def main() -> None:

@@ -55,27 +55,26 @@ class Seen:
     def __len__(self) -> int:
         return len(self.value)
 
-    def expected(self, reached: Array, shares: Array) -> tuple[Array, Array]:
-        """The same by what `Physics.reached` says of the terms, and how it hangs on that: rows × kinds × depths."""
+    def expected(self, reached: Array, shares: Array) -> tuple[Array, Array, Array]:
+        """The same by what `Physics.reached` says of the terms; and how it hangs on the length of each kind, and on
+        what each reaches at the row's own depth: rows × kinds."""
         each = each_kind(reached)
         length = of_all(each, shares)
         steps = shares[:, None] * length / each  # of each kind among all
-        shape, by_steps = self.shape, (steps / each)[:, self.shape].T
-        value = np.log(length)[shape]
-        by_reached = np.repeat(by_steps[..., None], reached.shape[-1], axis=2)
+        value, by_each = np.log(length)[self.shape], (steps / each)[:, self.shape].T
+        by_depth = np.zeros_like(by_each)
         if len(alone := np.flatnonzero(self.kind != ALL)):
-            kind, its = self.kind[alone], each[self.kind[alone], shape[alone]]
+            kind, its = self.kind[alone], each[self.kind[alone], self.shape[alone]]
             value[alone] = np.log(its)
-            by_reached[alone] = 0.0
-            by_reached[alone, kind] = 1 / its[:, None]
+            by_each[alone] = 0.0
+            by_each[alone, kind] = 1 / its
         if len(deep := np.flatnonzero(self.depth)):
-            depth = self.depth[deep] - 1
-            chances, among = reached[:, shape[deep], depth], steps[:, shape[deep]]
+            chances, among = reached[:, self.shape[deep], self.depth[deep] - 1], steps[:, self.shape[deep]]
             share = np.maximum((chances * among).sum(axis=0), 1e-12)
             value[deep] = np.log(share)
-            by_reached[deep] = (by_steps[deep] * (1 - chances / share).T)[..., None]
-            by_reached[deep, :, depth] += (among / share).T
-        return value, by_reached
+            by_each[deep] *= (1 - chances / share).T
+            by_depth[deep] = (among / share).T
+        return value, by_each, by_depth
 
 
 def kinds_of(measured: Sequence[Measurement]) -> dict[str, float]:

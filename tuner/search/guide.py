@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from scipy.special import ndtr
@@ -23,6 +23,8 @@ from tuner.search.crashes import Crashes
 from tuner.search.evidence import Evidence, Measurement, complete
 from tuner.search.surrogate import Catalogue, Surrogate, spread
 from tuner.search.threads import one_thread
+
+Kept = TypeVar("Kept")
 
 LOOKED_AT = 250
 """Candidates whose uncertainty is worked out: those that are expected to be fastest, and as many drawn evenly."""
@@ -157,27 +159,34 @@ class Guide:
 
     def _measured(self, evidence: Evidence) -> set[int]:
         """Where those are that have a measurement."""
-        return self._places(m.candidate.id for m in evidence.measured)
+        return self._kept("measured", evidence, lambda: self._places(m.candidate.id for m in evidence.measured))
 
     def surrogate(self, evidence: Evidence) -> Surrogate:
         """The model after this evidence."""
         return self._fit("", evidence)
 
     def _fit(self, latency: str, evidence: Evidence) -> Surrogate:
-        """The model of throughput, or of a latency; the latest of each is kept, for several goals ask for the same."""
-        kept = self._latest.get(latency)
-        if kept is None or kept[0] is not evidence.measured:
-            if latency:
-                told = [(m, ms) for m in evidence.measured if (ms := getattr(m, latency))]
-                as_rates = [Measurement(m.candidate, m.level, float(ms), sd=0.1) for m, ms in told]
-                model = Surrogate(self.catalogue, as_rates, self.fixed, physics=False)
-            else:
-                model = Surrogate(self.catalogue, evidence.measured, self.fixed)
-            kept = self._latest[latency] = evidence.measured, model
-        return kept[1]
+        """The model of throughput, or of a latency."""
+
+        def fitted() -> Surrogate:
+            if not latency:
+                return Surrogate(self.catalogue, evidence.measured, self.fixed)
+            told = [(m, ms) for m in evidence.measured if (ms := getattr(m, latency))]
+            as_rates = [Measurement(m.candidate, m.level, float(ms), sd=0.1) for m, ms in told]
+            return Surrogate(self.catalogue, as_rates, self.fixed, physics=False)
+
+        return self._kept(latency or "throughput", evidence, fitted)
+
+    def _kept(self, name: str, evidence: Evidence, make: Callable[[], Kept]) -> Kept:
+        """What is made of the latest evidence, once: several goals ask for the same."""
+        known = self._latest.get(name)
+        if known is None or known[0] is not evidence.measured:
+            known = self._latest[name] = evidence.measured, make()
+        found: Kept = known[1]
+        return found
 
     @cached_property
-    def _latest(self) -> dict[str, tuple[tuple[Measurement, ...], Surrogate]]:
+    def _latest(self) -> dict[str, tuple[tuple[Measurement, ...], Any]]:
         return {}
 
     def suggest(

@@ -27,7 +27,10 @@ from tuner.search.shape import Shape
 Array = np.ndarray
 MOST_DEPTH = 16
 STEP = 1e-5
-"""Of the differences that derivatives are taken by."""
+"""Of the differences that derivatives by costs are taken by."""
+
+CERTAIN = 1 - 1e-12
+"""A chance that is as good as one."""
 
 COMMON: tuple[tuple[str, float, float], ...] = (
     ("read", 0.0, 2.0),
@@ -213,11 +216,10 @@ class Physics:
     def jacobian(self, theta: Array, terms: Terms) -> Array:
         """Derivatives of `log_rate` by the unknowns, rows × unknowns."""
         distinct, which = terms.accepting
-        reached = self.reached(theta, distinct)
-        each = each_kind(reached)
+        each = each_kind(self.reached(theta, distinct))
         length = of_all(each, self.shares)
-        by_reached = self.shares * (length / each**2).T
-        by_accept = self.slopes(theta, distinct, np.arange(len(distinct)), by_reached[..., None])[which]
+        by_each = self.shares * (length / each**2).T
+        by_accept = self.slopes(theta, distinct, np.arange(len(distinct)), by_each)[which]
         moved = np.concatenate([theta[None, :], theta + STEP * np.eye(len(theta))[self.of_costs]])
         rates = self._log_rate(moved, terms, np.log(length)[which])
         found = np.zeros((len(terms), len(theta)))
@@ -227,22 +229,24 @@ class Physics:
         found[:, self.of_acceptance] = by_accept * steps[:, None]
         return found
 
-    def slopes(self, theta: Array, terms: Terms, at: Array, by_reached: Array) -> Array:
+    def slopes(
+        self, theta: Array, terms: Terms, at: Array, by_each: Array, deep: tuple[Array, Array] | None = None
+    ) -> Array:
         """Derivatives of figures by the unknowns `of_acceptance`: figures × unknowns.
 
-        Figure i hangs on what is `reached` in the row `at[i]` of the terms, by so much: figures × kinds × depths (or 1,
-        for all depths alike).
+        Figure i hangs on the lengths of each kind (`each_kind`) in the row `at[i]` of the terms: `by_each`, figures ×
+        kinds. `deep` is for each a depth, and by how much it hangs on what is `reached` there: figures × kinds.
         """
         found = np.zeros((len(at), len(self.of_acceptance)))
-        if not self.drafters:
+        if not self.drafters or not terms.depth.any():
             return found
-        # Three logits and the width make a chance, so that four differences tell what each of the unknowns does.
-        right, later, fall = self._logits(theta, terms)
-        steps = STEP * np.eye(4, 5, 1)[..., None, None]
-        now, *moved = _reached(terms, right + steps[0], later + steps[1], fall + steps[2], theta[WIDTH] + steps[3])
-        by_right, by_later, by_fall, by_width = (
-            (by_reached * ((one - now) / STEP)[:, at].swapaxes(0, 1)).sum(axis=-1) for one in moved
-        )
+        by = []
+        for slopes in _slopes(terms, *self._logits(theta, terms), theta[WIDTH]):
+            told = by_each * slopes.sum(axis=-1)[:, at].T
+            if deep is not None:
+                told += deep[1] * slopes[:, at, np.maximum(deep[0], 1) - 1].T
+            by.append(told)
+        by_right, by_later, by_fall, by_width = by
         by_odds = by_right + by_later
         mine = (terms.drafter[at][:, None] == np.arange(len(self.drafters))).astype(float)
         own = np.stack([each.sum(axis=1) for each in (by_odds, by_later, by_fall)], axis=1)
@@ -252,18 +256,44 @@ class Physics:
         return np.concatenate([column.reshape(len(at), -1) for column in columns], axis=1, out=found)
 
 
+def _right(terms: Terms, right: Array, later: Array, fall: Array) -> Array:
+    """The chance that a draft is right which comes behind right ones only: kinds × terms × depths; of their logits."""
+    found = _chance(later)[..., None] * _chance(fall)[:, None] ** np.arange(int(terms.depth.max(initial=0)))
+    found[..., :1] = _chance(right)[..., None]
+    return np.minimum(found, CERTAIN)
+
+
+def _wide(terms: Terms) -> Array:
+    """How many drafts a step tries at each depth, in the mean."""
+    return np.maximum(np.minimum(terms.topk, (terms.rows - 1) / np.maximum(terms.depth, 1)), 1.0)
+
+
+def _one_is(terms: Terms, right: Array, width: Array) -> Array:
+    """The chance that one of the drafts at a depth is right."""
+    tried = (terms.drafter >= 0)[:, None] & (np.arange(right.shape[-1]) < terms.depth[:, None])
+    return np.where(tried, -np.expm1(_wide(terms)[:, None] ** width * np.log1p(-right)), 0.0)
+
+
 def _reached(terms: Terms, right: Array, later: Array, fall: Array, width: Array) -> Array:
-    """`Physics.reached`, of logits (kinds × terms) and the exponent of a tree's width."""
-    chance, behind, left = _chance(right), _chance(later), _chance(fall)
-    across = np.minimum(terms.topk, (terms.rows - 1) / np.maximum(terms.depth, 1))
-    power = np.maximum(across, 1.0) ** width
-    reached = (terms.drafter >= 0).astype(float)
-    found = np.zeros((*right.shape, int(terms.depth.max(initial=0))))
-    for depth in range(found.shape[-1]):
-        reached = reached * np.where(depth < terms.depth, 1 - (1 - chance) ** power, 0.0)
-        found[..., depth] = reached
-        chance = behind = behind * left
-    return found
+    """`Physics.reached`, of logits (`Physics._logits`) and the exponent of a tree's width."""
+    return np.cumprod(_one_is(terms, _right(terms, right, later, fall), width), axis=-1)
+
+
+def _slopes(terms: Terms, right: Array, later: Array, fall: Array, width: Array) -> tuple[Array, Array, Array, Array]:
+    """Its derivatives by these."""
+    chance = _right(terms, right, later, fall)
+    one = _one_is(terms, chance, width)
+    reached, power = np.cumprod(one, axis=-1), _wide(terms)[:, None] ** width
+    none = np.divide(1 - one, one, out=np.zeros_like(one), where=one > 0)
+    # Of logs: what a depth adds to them, all deeper ones have.
+    by_chance = power * none / (1 - chance) * chance
+    behind = np.arange(chance.shape[-1])
+    return (
+        reached * (by_chance[..., :1] * (1 - chance[..., :1])),
+        reached * np.cumsum(by_chance * ((1 - _chance(later))[..., None] * (behind > 0)), axis=-1),
+        reached * np.cumsum(by_chance * ((1 - _chance(fall))[:, None] * behind), axis=-1),
+        reached * np.cumsum(-none * np.log1p(-chance) * power * np.log(_wide(terms))[:, None], axis=-1),
+    )
 
 
 def each_kind(reached: Array) -> Array:

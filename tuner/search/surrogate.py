@@ -40,7 +40,7 @@ USUAL_SIZES, SIZES_SD = (0.1, 0.07), 1.0
 LEVEL_SD = 0.3
 """What the physics gets wrong of a level for all candidates alike; between two of them it cancels."""
 
-MOST_BLOCKS = 300
+MOST_BLOCKS = 240
 """Measurements that a fit takes at most; beyond them the best and an even choice of the rest stand for all."""
 
 STEPS = 30
@@ -180,7 +180,7 @@ class Surrogate:
         """How far what is expected of acceptance is off what was seen, in standard deviations."""
         if self.seen is None or not len(self.seen):
             return np.zeros(0)
-        expected, _ = self.seen.expected(self.physics.reached(theta, self.seen.terms), self.physics.shares)
+        expected, *_ = self.seen.expected(self.physics.reached(theta, self.seen.terms), self.physics.shares)
         return (expected - self.seen.value) / np.sqrt(self.seen.var)
 
     def _slopes_seen(self, theta: Array) -> Array:
@@ -188,9 +188,10 @@ class Surrogate:
         if self.seen is None or not len(self.seen):
             return np.zeros((0, len(theta)))
         seen, physics = self.seen, self.physics
-        _, by_reached = seen.expected(physics.reached(theta, seen.terms), physics.shares)
+        _, by_each, by_depth = seen.expected(physics.reached(theta, seen.terms), physics.shares)
         slopes = np.zeros((len(seen), len(theta)))
-        slopes[:, physics.of_acceptance] = physics.slopes(theta, seen.terms, seen.shape, by_reached)
+        found = physics.slopes(theta, seen.terms, seen.shape, by_each, (seen.depth, by_depth))
+        slopes[:, physics.of_acceptance] = found
         return slopes / np.sqrt(seen.var)[:, None]
 
     def _climb(self, theta: Array, covariance: Array, steps: int) -> Array:
