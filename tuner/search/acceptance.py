@@ -15,7 +15,7 @@ from tuner.search.physics import MOST_DEPTH, Array, Physics, Terms, each_kind, o
 FORMULA_SD = 0.03
 """Of ln of a length or of a depth's chance: what the formula gets wrong of it, and what engines count otherwise."""
 
-BLOCK_SD = 0.03
+PROMPTS_SD = 0.03
 """Of ln(tokens per verify step) of a block, by which prompts came into it; of a depth's share so much per depth."""
 
 ALIKE_STEPS = 4.0
@@ -27,7 +27,7 @@ REQUEST_SD = 0.25
 SELDOM = 0.01
 """A depth that fewer steps reach is left out: its logarithm says little."""
 
-MOST_KINDS = 12
+MOST_APART = 12
 """Kinds that have chances of their own; a file may name each prompt's own."""
 
 OTHERS = ""
@@ -88,8 +88,8 @@ def kinds_of(measured: Sequence[Measurement]) -> dict[str, float]:
             if tokens > 0:
                 sums[kind] += tokens
     ranked = sorted(sums, key=lambda kind: (-sums[kind], kind))
-    found = {kind: sums[kind] for kind in sorted(ranked[:MOST_KINDS])}
-    if rest := ranked[MOST_KINDS:]:
+    found = {kind: sums[kind] for kind in sorted(ranked[:MOST_APART])}
+    if rest := ranked[MOST_APART:]:
         found[OTHERS] = math.fsum(sums[kind] for kind in rest)
     whole = math.fsum(found.values())
     return {kind: tokens / whole for kind, tokens in found.items()} if len(found) > 1 else {}
@@ -119,16 +119,17 @@ def seen_of(physics: Physics, measured: Sequence[Measurement], terms: Terms) -> 
             blocks[at, depth] += 1
             _add(steps, (at, depth), accepted.steps, share)
         for name, count, _, mine in accepted.kinds if names else ():
-            if 0 < mine <= depths + 1:
-                _add(requests, (at, names.get(name, len(names) - 1)), count, 1 / mine)
+            kind = names.get(name, names.get(OTHERS))
+            if kind is not None and 0 < mine <= depths + 1:
+                _add(requests, (at, kind), count, 1 / mine)
     rows: list[tuple[int, int, int, float, float]] = [
-        (at, ALL, 0, math.fsum(several) / len(several), FORMULA_SD**2 + BLOCK_SD**2 / len(several))
+        (at, ALL, 0, math.fsum(several) / len(several), FORMULA_SD**2 + PROMPTS_SD**2 / len(several))
         for at, several in logs.items()
     ]
     for (at, depth), (count, share) in steps.items():
         if SELDOM <= share < 1:
             noise = ALIKE_STEPS * (1 - share) / (share * count)
-            noise += (BLOCK_SD * depth) ** 2 / blocks[at, depth]
+            noise += (PROMPTS_SD * depth) ** 2 / blocks[at, depth]
             rows.append((at, ALL, depth, math.log(share), depth * FORMULA_SD**2 + noise))
     for (at, kind), (count, each) in requests.items():
         rows.append((at, kind, 0, max(0.0, -math.log(each)), FORMULA_SD**2 + REQUEST_SD**2 / count))

@@ -22,7 +22,7 @@ from functools import cached_property
 import numpy as np
 
 from tuner.search.encode import distinct
-from tuner.search.shape import Shape
+from tuner.search.shape import WITH, Shape
 
 Array = np.ndarray
 MOST_DEPTH = 16
@@ -126,7 +126,7 @@ class Physics:
         """What is expected before any measurement, but for the unit."""
         values = [mean for _, mean, _ in COMMON]
         for drafter in self.drafters:
-            right, behind, cost = DRAFTERS.get(drafter, UNKNOWN_DRAFTER)
+            right, behind, cost = DRAFTERS.get(drafter.partition(WITH)[0], UNKNOWN_DRAFTER)
             values += [_logit(right), behind, _logit(0.93), math.log(cost), math.log(0.001)]
         return np.array(values + [0.0] * (len(self.drafters) * len(self.kinds)))
 

@@ -39,8 +39,24 @@ PLAIN = Shape("none", 0, 1, 1, True)
 
 def shape_at(settings: Mapping[str, Any], running: int) -> Shape:
     """The step of these settings at `running` requests."""
-    drafter, version = settings.get("speculation", "none"), settings.get("spec_version", "v1")
-    return _shape(running, drafter, version, *(settings.get(name) for name in _COUNTS))
+    return _shape(
+        running, drafter_of(settings), settings.get("spec_version", "v1"), *(settings.get(name) for name in _COUNTS)
+    )
+
+
+def drafter_of(settings: Mapping[str, Any]) -> str:
+    """What drafts, and with what: another head, or another model, guesses otherwise. "none" where nothing does."""
+    drafter = settings.get("speculation", "none")
+    if drafter in ("none", False):
+        return "none"
+    made_of = [str(settings[name]) for name in _MADE_OF if settings.get(name) is not None]
+    return WITH.join([str(drafter), *made_of])
+
+
+WITH = " with "
+"""Between a drafter and what it is made of."""
+
+_MADE_OF = ("draft_head", "draft_model", "hybrid")
 
 
 _COUNTS = ("num_steps", "topk", "num_draft_tokens", "disable_batch_threshold", "steps_by_batch")
@@ -49,7 +65,7 @@ _COUNTS = ("num_steps", "topk", "num_draft_tokens", "disable_batch_threshold", "
 @lru_cache(maxsize=8192, typed=True)  # few differ among the many candidates of a space
 def _shape(
     running: int,
-    drafter: Any,
+    drafter: str,
     version: Any,
     num_steps: Any,
     topk: Any,
@@ -58,12 +74,12 @@ def _shape(
     table: Any,
 ) -> Shape:
     depth = _depth(_whole(num_steps, USUAL_STEPS), threshold, str(table or ""), running)
-    if drafter in ("none", False) or depth <= 0:
+    if drafter == "none" or depth <= 0:
         return PLAIN
     wide = max(1, _whole(topk, 1))
     told = _whole(num_draft_tokens, 0)
     rows = depth + 1 if wide == 1 else max(2, told or draft_tokens(depth, wide))
-    return Shape(str(drafter), depth, wide, rows, version == "v2")
+    return Shape(drafter, depth, wide, rows, version == "v2")
 
 
 def _depth(steps: int, threshold: Any, table: str, running: int) -> int:

@@ -23,7 +23,7 @@ from tuner.search.acceptance import Seen, kinds_of, seen_of
 from tuner.search.encode import Encoder, distinct
 from tuner.search.evidence import Measurement
 from tuner.search.physics import Array, Physics, Terms
-from tuner.search.shape import Shape, shape_at
+from tuner.search.shape import Shape, drafter_of, shape_at
 
 LAUNCH_SD = 0.006
 """What all blocks of one candidate have in common by chance."""
@@ -65,7 +65,7 @@ class Catalogue:
     @classmethod
     def of(cls, settings: Sequence[Mapping[str, Any]], levels: Sequence[int]) -> Catalogue:
         """The catalogue of these settings."""
-        drafters = sorted({str(s["speculation"]) for s in settings if s.get("speculation", "none") != "none"})
+        drafters = sorted({drafter for each in settings if (drafter := drafter_of(each)) != "none"})
         return cls(tuple(settings), tuple(levels), Encoder.of(settings), Physics(tuple(drafters)))
 
     @cached_property

@@ -375,6 +375,28 @@ def test_one_candidate_by_depth_tells_the_lengths_of_all_shallower_ones() -> Non
         assert (worst < 0.05) == bool(accepted.reached)
 
 
+def test_two_heads_are_two_drafters() -> None:
+    """What one of them guesses right says nothing of the other."""
+    heads = {"good": (0.9, 0.8, 0.7), "poor": (0.4, 0.15, 0.05)}
+    of = {
+        (head, steps): Candidate({"speculation": "eagle3", "draft_head": head, "num_steps": steps})
+        for head in heads
+        for steps in range(1, 6)
+    }
+    blocks = [Measurement(PLAINLY, 1, 100.0)]
+    for head, chances in heads.items():
+        length = 1 + sum(chances)
+        blocks.append(Measurement(of[head, 3], 1, 80.0 * length, length, accepted=Accepted(2000.0, chances)))
+    chosen = Guide(tuple(of.values()), PLAINLY, (1,))
+    model = chosen.surrogate(Evidence(tuple(blocks)))
+    places = np.array([chosen.place[each.id] for each in of.values()])
+    told = dict(zip(of, np.exp(model.physics.log_accept(model.theta, chosen.catalogue.rows(places))), strict=True))
+    assert told["good", 3] == pytest.approx(3.4, rel=0.05)
+    assert told["poor", 3] == pytest.approx(1.6, rel=0.05)
+    assert told["good", 5] > 4.2
+    assert told["poor", 5] < 1.75
+
+
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_the_slopes_of_rates_are_those_of_the_formula(seed: int) -> None:
