@@ -25,7 +25,7 @@ from tuner.study.database import storage_problem
 from tuner.study.engine import StudyEngine, in_image
 from tuner.study.fabric import fabric_here
 from tuner.study.hardware import hardware
-from tuner.study.inherit import import_study, taken_from
+from tuner.study.inherit import changes_since, import_study, inherit, taken_from
 from tuner.study.interrupt import Interrupts
 from tuner.study.lease import Lease, hold
 from tuner.study.names import check_name, local_studies, study_folder
@@ -40,7 +40,7 @@ from tuner.study.probe import HttpProbe
 from tuner.study.progress import Event, Observer
 from tuner.study.sampler import seed_of
 from tuner.study.simulated_world import Clock, SimulatedWorld, virtual
-from tuner.study.store import StudyStore, create_study, open_study, sampler_facts, study_exists
+from tuner.study.store import StudyStore, create_study, open_study, sampler_facts, study_exists, study_names
 from tuner.study.turn import turn
 from tuner.study.world import Machine, World, api_key
 
@@ -120,7 +120,7 @@ def outlook(space: Space) -> Plan:
 
 
 MOST_EARLIER = 20
-"""Studies that are asked how long launches take."""
+"""Studies that are asked how long launches take, and what they have for a new one."""
 
 
 def fingerprint(
@@ -244,6 +244,8 @@ def open_or_create(
         store = create_study(
             name, space=space, space_text=text, fingerprint=told, seed=seed, budget=budget, storage=storage
         )
+        if not imports and (offer := earlier_study(store, space, told, storage)):
+            tell(offer)
         return _with_imports(store, sources, space, told, place, tell)
     store = open_study(name, storage)
     try:
@@ -294,6 +296,32 @@ def named_devices(text: str | None) -> tuple[str, ...]:
         return device_names(text)
     except ValueError as error:
         raise UsageError(f"--devices: {error}") from None
+
+
+def earlier_study(new: StudyStore, space: Space, now: Mapping[str, Any], storage: str | None) -> str:
+    """The study that has most of a new one measured already, and how to take it up, in a sentence; "" where none has.
+
+    Studies in the same database are looked at, or else those in ./studies.
+    """
+    most, best = 0, ""
+    names = study_names(new.engine) if storage is not None else local_studies()
+    for other in [name for name in names if name != new.name][-MOST_EARLIER:]:
+        try:
+            with closing(open_study(other, storage)) as store:
+                if changes_since(store.outline(), space, now):
+                    continue
+                taken = len(inherit(store.data(), space, now).of("taken"))
+        except (UsageError, EnvironmentBroken):
+            continue  # of another version, or unreadable: then it has nothing for this one
+        if taken > most:
+            most, best = taken, other
+    if not most:
+        return ""
+    candidates = "1 candidate" if most == 1 else f"{most} candidates"
+    return (
+        f"study '{best}' has measured {candidates} of this space as they would be measured here: --import {best} takes "
+        "them, and nothing of the budget (also now, before the first launch)"
+    )
 
 
 def read_source(name: str, storage: str | None) -> StudyData:

@@ -93,9 +93,38 @@ class StudyStore:
         with uncollected():
             return self._read()
 
+    def outline(self) -> StudyData:
+        """The study without its records: under what conditions its figures were, or will be, measured."""
+        with self.engine.connect() as connection:
+            return self._outline(connection)
+
+    def _outline(self, connection: sa.Connection) -> StudyData:
+        from tuner.space import Space
+
+        row = connection.execute(sa.select(t.studies).where(t.studies.c.name == self.name)).one()
+        if self._space is None or self._space[0] != row.space:
+            self._space = (row.space, Space.from_dict(row.space))
+        return StudyData(
+            name=row.name,
+            uid=row.uid,
+            created_at=row.created_at,
+            state=row.state,
+            reason=row.reason,
+            seed=row.seed,
+            space=self._space[1],
+            fingerprint=row.fingerprint,
+            budget=Budget(**row.budget),
+            candidates={},
+            trials=(),
+            launches=(),
+            blocks={},
+            confirmations=(),
+            sampler=row.sampler,
+        )
+
     def _read(self) -> StudyData:
         with self.engine.connect() as connection:
-            row = connection.execute(sa.select(t.studies).where(t.studies.c.name == self.name)).one()
+            outline = self._outline(connection)
             places = {row.launch: row.place for row in self._younger(connection, t.launch_places)}
             launches = self._launches(connection, places)
             blocks = self._blocks(connection)
@@ -107,20 +136,8 @@ class StudyStore:
             changed = self._younger(connection, t.reconfigurations)
             imports = self._younger(connection, t.imports)
             abandoned = [(row.round, row.repetition) for row in self._younger(connection, t.abandoned)]
-        from tuner.space import Space
-
-        if self._space is None or self._space[0] != row.space:
-            self._space = (row.space, Space.from_dict(row.space))
-        found = StudyData(
-            name=row.name,
-            uid=row.uid,
-            created_at=row.created_at,
-            state=row.state,
-            reason=row.reason,
-            seed=row.seed,
-            space=self._space[1],
-            fingerprint=row.fingerprint,
-            budget=Budget(**row.budget),
+        found = replace(
+            outline,
             candidates=candidates,
             trials=self.trials.all(),
             launches=launches,
@@ -138,7 +155,6 @@ class StudyStore:
             ),
             verdicts=tuple(Verdict(**v.verdict) for v in verdicts),
             events=tuple(events[number] for number in sorted(events)),
-            sampler=row.sampler,
             quality={(q.candidate, q.kind): q.facts for q in quality},
             reconfigurations=tuple(_reconfiguration(each) for each in changed),
             imports=tuple(Import(i.source, i.candidate, i.state, i.why, i.value) for i in imports),

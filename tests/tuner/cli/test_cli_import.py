@@ -62,6 +62,22 @@ def test_a_wider_range_takes_what_was_measured_and_measures_none_of_it_again(old
     }, "a winner is confirmed by new blocks alone"
 
 
+def test_a_new_study_is_told_of_an_earlier_one_that_has_measured_of_it(old, machine, tmp_path):  # noqa: F811
+    measured = {trial.candidate_id for trial in old.measured}
+    offer = (
+        f"study 'toy' has measured {len(measured)} candidates of this space as they would be measured here: --import"
+    )
+    result = tuner("run", write(tmp_path, WIDER), "--launches", 2)
+    assert f"{offer}: --import toy takes them" in result.output
+    assert offer not in tuner("run", "new.yaml", "--launches", 3).output, "only of a new one"
+    changed = WIDER.replace("name: wider", "name: changed").replace("max_tokens: 64", "max_tokens: 50")
+    result = tuner("run", write(tmp_path, changed), "--launches", 2)
+    assert result.exit_code == 0, result.output
+    assert offer not in result.output, "measured otherwise"
+    taken = WIDER.replace("name: wider", "name: taken")
+    assert offer not in tuner("run", write(tmp_path, taken), "--launches", 2, "--import", "toy").output
+
+
 def test_what_there_is_to_try_is_known_of_a_study_that_began_with_an_import(old, machine, tmp_path):  # noqa: F811
     tuner("run", write(tmp_path, WIDER), "--import", "toy", "--launches", 4)
     new = data("wider")
