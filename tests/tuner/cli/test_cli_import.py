@@ -64,9 +64,7 @@ def test_a_wider_range_takes_what_was_measured_and_measures_none_of_it_again(old
 
 def test_a_new_study_is_told_of_an_earlier_one_that_has_measured_of_it(old, machine, tmp_path):  # noqa: F811
     measured = {trial.candidate_id for trial in old.measured}
-    offer = (
-        f"study 'toy' has measured {len(measured)} candidates of this space as they would be measured here: --import"
-    )
+    offer = f"study 'toy' has measured {len(measured)} candidates of this space as they would be measured here"
     result = tuner("run", write(tmp_path, WIDER), "--launches", 2)
     assert f"{offer}: --import toy takes them" in result.output
     assert offer not in tuner("run", "new.yaml", "--launches", 3).output, "only of a new one"
