@@ -85,7 +85,7 @@ _ENGINE = {
 }
 
 
-_HOT = (
+HOT = (
     *("speculation", "num_steps", "topk", "num_draft_tokens", "spec_version"),
     *("disable_batch_threshold", "steps_by_batch", "policy", "acceptance", "hybrid_steps"),
 )
@@ -96,7 +96,7 @@ class BundledEngine:
 
     kind = "bundled"
     settings: Mapping[str, SettingSpec] = {**_SPECULATION, **_ENGINE}
-    hot = frozenset(_HOT)
+    hot = frozenset(HOT)
     fabric: Fabric | None = None
 
     def problems(self, args: Mapping[str, Any], settings: Mapping[str, Setting]) -> list[str]:
@@ -230,7 +230,7 @@ _DEFAULTS = {
 
 def hot_settings(expected: Mapping[str, Any]) -> dict[str, Any]:
     """Every hot setting as a launch with these has it. Without speculation there is no shape to a draft."""
-    told = {"speculation": "none", **_DEFAULTS, **{name: expected[name] for name in _HOT if name in expected}}
+    told = {"speculation": "none", **_DEFAULTS, **{name: expected[name] for name in HOT if name in expected}}
     if told["speculation"] == "none":
         return {name: value for name, value in told.items() if name not in ("num_steps", "topk", "num_draft_tokens")}
     return told

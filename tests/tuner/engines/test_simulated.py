@@ -14,12 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tuner.engines.base import get_engine
+from tuner.engines.base import Reconfigurable, get_engine
 from tuner.engines.simulated.blocks import BlockSource, Clock
 from tuner.engines.simulated.fit import HELD_OUT, fit, ratios
 from tuner.engines.simulated.machine import Work, fault_at_start, fault_under_load, predict
 from tuner.engines.simulated.noise import Disturbance, Noise
 from tuner.engines.simulated.profiles import FITTED, dense_70b, profile_named, reference, reference_profile
+from tuner.study.engine import unsettled
 
 PROFILE = reference_profile()
 CHAIN = {"speculation": "eagle3", "num_steps": 3, "topk": 1, "spec_version": "v2"}
@@ -164,6 +165,14 @@ def test_the_server_counts_what_it_sends_and_says_that_it_is_simulated(server: s
     assert counts["engine_spec_accepted_tokens_total"] > 0
 
 
+def test_its_answers_are_as_long_for_its_tokenizer_as_for_its_decode_loop(server: str) -> None:
+    """So that a study of it in real time passes the gate that counts answers a second time."""
+    for length in (1, 7, 150):
+        text = ask(server, max_tokens=length)["choices"][0]["text"]
+        reply = httpx.post(server + "/v1/completions", json={"prompt": text, "max_tokens": 1}, trust_env=False)
+        assert reply.json()["usage"]["prompt_tokens"] == length
+
+
 def test_streams_carry_cumulative_usage_and_the_same_text(server: str) -> None:
     whole = ask(server, max_tokens=40)["choices"][0]["text"]
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -186,6 +195,20 @@ def test_hot_settings_change_and_others_are_refused(server: str) -> None:
     assert changed.status_code == 200
     assert changed.json()["effective"]["num_steps"] == 2
     assert httpx.post(server + "/reconfigure", json={"tp": 2}, trust_env=False).status_code == 422
+
+
+def test_it_takes_every_change_that_its_adapter_sends(server: str) -> None:
+    engine = get_engine("simulated")
+    assert isinstance(engine, Reconfigurable)
+    deep = {"speculation": "eagle3", "num_steps": 3, "hybrid_steps": 2}
+    for settings in ({"speculation": "ngram"}, {"speculation": "none"}, {**deep, "steps_by_batch": "1:3,8:0"}):
+        fixed = {"num_steps": 4} if settings == {"speculation": "ngram"} else {}
+        record = engine.record(model="any", args=fixed, env={}, settings=settings, host="127.0.0.1", port=1)
+        change = engine.change(record)
+        answer = httpx.post(server + change.path, json=dict(change.body), trust_env=False)
+        assert answer.status_code == 200, answer.text
+        assert unsettled(engine, record, change, answer.json()) is None
+        assert record.expected.items() >= {**fixed, **settings}.items()
 
 
 def test_a_launch_without_the_memory_ends_with_the_cause_in_its_log() -> None:

@@ -95,7 +95,7 @@ class SimulatedEngine:
             host=host,
             port=port,
             settings=dict(settings),
-            expected=dict(settings),
+            expected=told,
             served_model=model,
             flush_path="/flush_cache",
             simulated=True,

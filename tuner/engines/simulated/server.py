@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tuner.engines.bundled import HOT
 from tuner.engines.simulated.machine import (
     Profile,
     Work,
@@ -28,16 +29,19 @@ from tuner.engines.simulated.machine import (
     step_s,
 )
 
-HOT = (
-    *("speculation", "num_steps", "topk", "num_draft_tokens", "spec_version"),
-    *("disable_batch_threshold", "steps_by_batch", "policy", "acceptance"),
-)
 WORDS = (
     *("the", "a", "of", "light", "water", "stone", "river", "field", "night", "morning", "table", "letter", "window"),
     *("garden", "small", "large", "old", "new", "quiet", "warm", "reads", "holds", "turns", "keeps", "finds", "gives"),
     *("under", "over", "beside", "before", "after", "because", "while", "then", "often", "never", "seven", "nine"),
 )
 CHARACTERS_PER_TOKEN = 4
+_OWN = frozenset(WORDS)
+
+
+def tokens_of(prompt: str) -> int:
+    """Words of its own are a token each, as they are in its answers; of any other text so many characters are one."""
+    words = prompt.split()
+    return len(words) if words and _OWN.issuperset(words) else max(1, len(prompt) // CHARACTERS_PER_TOKEN)
 
 
 @dataclass
@@ -79,7 +83,7 @@ class Simulation:
 
     def add(self, prompt: str, limit: int) -> Generation:
         """Queue a request."""
-        generation = Generation(prompt, max(1, len(prompt) // CHARACTERS_PER_TOKEN), limit)
+        generation = Generation(prompt, tokens_of(prompt), limit)
         self.waiting.append(generation)
         self._work.set()
         return generation
