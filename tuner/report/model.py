@@ -13,7 +13,7 @@ from tuner.judge.intervals import ALPHA
 from tuner.search.evidence import complete
 from tuner.search.surrogate import Catalogue, Surrogate
 from tuner.study.data import StudyData
-from tuner.study.evidence import evidence_of
+from tuner.study.evidence import evidence_of, fixed_of
 
 LEAST_CANDIDATES = 3
 """Measured ones, the baseline among them; fewer teach the model nothing that is not its prior."""
@@ -44,8 +44,9 @@ def expected(data: StudyData, candidates: Sequence[str]) -> Mapping[str, tuple[E
     everyone = list({**measured, **{c: data.candidates[c] for c in candidates}}.values())
     place = {candidate.id: i for i, candidate in enumerate(everyone)}
     levels = _levels(data.levels)
-    catalogue = Catalogue.of([complete(one.settings, data.space.args) for one in everyone], levels)
-    model = Surrogate(catalogue, known, data.space.args)
+    fixed = fixed_of(data)
+    catalogue = Catalogue.of([complete(one.settings, fixed) for one in everyone], levels)
+    model = Surrogate(catalogue, known, fixed)
     base, chosen = place[data.baseline.id], np.array([place[candidate] for candidate in candidates], int)
     rates = model.log_rates()
     means = rates[chosen] - rates[base]

@@ -437,7 +437,9 @@ def _ways(file: SpaceFile) -> list[dict[str, Setting]]:
     """The ways to speculate that the file has, as settings: those of its baseline and of its parameters."""
     asked = file.parameters.get("speculation")
     values = [file.baseline.get("speculation"), *((asked.choices or ()) if asked is not None else ())]
-    return [{"speculation": value} for value in values if isinstance(value, str)] or [{}]
+    told = [value for value in values if isinstance(value, str)]
+    # What is wrong for all that speculate is wrong, whatever plain decoding has no use for.
+    return [{"speculation": value} for value in [v for v in told if v != "none"] or told] or [{}]
 
 
 def _place(problem: str, space: Space) -> Path:

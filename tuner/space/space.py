@@ -300,7 +300,7 @@ class Space:
 
     def forbidden(self, candidate: Candidate) -> str | None:
         """Why a rule rules the candidate out, or cannot be asked of its values; None when none does."""
-        values = {**visible(self.args), **candidate.settings}
+        values = {**visible(self.args_for(candidate.settings)), **candidate.settings} if self.rules else {}
         for rule in self.rules:
             try:
                 holds = rule.forbid.holds(values)
@@ -316,7 +316,7 @@ class Space:
         What no running server can be changed in (`hot` names what it can) stays: launched without it, it could not
         serve those that speculate. So does all that a command line of the user's is made of.
         """
-        if settings.get("speculation") != "none" or self.kind == COMMAND:
+        if settings.get("speculation", self.args.get("speculation", "none")) != "none" or self.kind == COMMAND:
             return dict(self.args)
         idle = SPECULATIVE | {"speculation"}
         if any(parameter.name in hot for parameter in self.parameters):

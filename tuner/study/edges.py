@@ -96,8 +96,10 @@ def constant(data: StudyData, family: Family, depth: int) -> Candidate:
     settings = dict(family)
     if depth == 0:
         settings = {n: v for n, v in settings.items() if n not in SPECULATIVE} | {"speculation": "none"}
-    else:
+    elif "num_steps" not in data.space.args:
         settings |= {"num_steps": depth}
+    elif depth != data.space.args["num_steps"]:
+        settings |= {"steps_by_batch": f"1:{depth}"}
     tried = [data.baseline, *(data.candidates[trial.candidate_id] for trial in data.trials)]
     made = Candidate(dict(sorted(settings.items())))
     return next((one for one in tried if _alike(data, one, made)), made)

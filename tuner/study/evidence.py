@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from tuner.bench.axes import groups
-from tuner.records import Block, Candidate, StoredBlock
+from tuner.records import Block, Candidate, Setting, StoredBlock
 from tuner.search.evidence import Accepted, Evidence, Measurement
 from tuner.search.guide import Costs, Goal, Limit
-from tuner.space.space import SPECULATIVE
+from tuner.space.space import SPECULATIVE, visible
 from tuner.study.crashes import crashes_seen
 from tuner.study.data import StoredLaunch, StudyData
 from tuner.study.hot import candidate_s, start_s
@@ -65,6 +65,11 @@ def evidence_of(data: StudyData, reader: Reader | None = None) -> Evidence:
     ]
     crashed = (Candidate(crash.settings) for crash in crashes_seen(data).crashed)
     return Evidence(tuple(measured), tuple(failed), tuple(crashed))
+
+
+def fixed_of(data: StudyData) -> dict[str, Setting]:
+    """The settings that all candidates of a study share."""
+    return visible(data.space.args)
 
 
 def place_speeds(data: StudyData) -> dict[str, float]:

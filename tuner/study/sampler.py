@@ -133,7 +133,9 @@ class Proposer:
         if fixed:
             sampler = optuna.samplers.PartialFixedSampler(dict(fixed), sampler)
         study = optuna.create_study(direction="maximize", sampler=sampler)
-        study.add_trials(history())
+        # The baseline, schedules and plain decoding have no parameters: with one of those among them, samplers that go
+        # by what all trials have in common would draw at random.
+        study.add_trials([one for one in history() if one.params])
         trial = study.ask()
         made = self.space.asked(trial)
         attrs = study.get_trials(deepcopy=False)[-1].system_attrs
@@ -173,7 +175,9 @@ class Proposer:
         seed = seed_of(self.seed, number)
         match self.space.sampler:
             case "gp":
-                return optuna.samplers.GPSampler(n_startup_trials=STARTUP_TRIALS, seed=seed)
+                return optuna.samplers.GPSampler(
+                    n_startup_trials=STARTUP_TRIALS, seed=seed, warn_independent_sampling=False
+                )
             case "nsga2":
                 return optuna.samplers.NSGAIISampler(population_size=GENERATION, seed=seed)
             case "random" | "exhaustive" | "model":

@@ -162,17 +162,20 @@ def planned(data: StudyData, legal: Callable[[Candidate], bool]) -> Planned | No
             continue
         if tuple(chosen[level] for level in data.levels) in tried[family]:
             continue  # what noise moves a change by between two levels is no other schedule
-        made = [one for one in _candidates(dict(family), text) if legal(one)][:1]
+        made = [one for one in _candidates(dict(family), text, data.space.args) if legal(one)][:1]
         promised += [(value, Planned(one, family, changes(curves, data.levels), curves)) for one in made]
     return max(promised, key=lambda one: (one[0], one[1].candidate.id), default=(0.0, None))[1]
 
 
-def _candidates(settings: dict[str, Setting], text: str) -> list[Candidate]:
-    """The schedule as a setting of its own, and as a threshold where an engine has only that."""
+def _candidates(settings: dict[str, Setting], text: str, fixed: Mapping[str, Any]) -> list[Candidate]:
+    """The schedule as a threshold where it is no more, and as a setting of its own; without what is `fixed` for all."""
     steps = max(depth for _, depth in parse_schedule(text))
-    found = [Candidate(dict(sorted({**settings, "num_steps": steps, "steps_by_batch": text}.items())))]
-    threshold = as_threshold(text)
-    if threshold is not None:
-        short = {**settings, "num_steps": steps, "disable_batch_threshold": threshold}
-        found.insert(0, Candidate(dict(sorted(short.items()))))
-    return found
+    forms: list[dict[str, Setting]] = [{"steps_by_batch": text}]
+    if (threshold := as_threshold(text)) is not None and fixed.get("num_steps", steps) == steps:
+        forms.insert(0, {"disable_batch_threshold": threshold})
+    deep: dict[str, Setting] = {} if "num_steps" in fixed else {"num_steps": steps}
+    return [
+        Candidate(dict(sorted({**settings, **deep, **form}.items())))
+        for form in forms
+        if not form.keys() & fixed.keys()
+    ]

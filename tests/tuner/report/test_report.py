@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
-from toy_study import ToyMachine, controller, study
+from toy_study import SPACE, ToyMachine, controller, space, study
 from typer.testing import CliRunner
 
 from tuner.cli.app import app
@@ -178,3 +178,12 @@ def test_the_command_prints_markdown_and_writes_a_file_whole(tmp_path: Path, mon
 def test_a_study_that_does_not_exist_is_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(app, ["report", "nosuch"]).exit_code == 2
+
+
+def test_what_the_model_expects_is_drawn_where_a_fixed_setting_is_a_list(tmp_path: Path) -> None:
+    """As the command line of `kind: command`, and `extra` of SGLang and vLLM."""
+    store = study(tmp_path, space(SPACE, "engine.args={extra: [--a, b]}"))
+    data = controller(store, ToyMachine(), folder=tmp_path).run()
+    store.close()
+    assert data.space.args["extra"] == ["--a", "b"]
+    assert study_view(data).predicted

@@ -359,3 +359,37 @@ def test_what_is_fixed_of_speculation_is_no_problem_of_plain_decoding(kind, mode
         return
     with pytest.raises(SpaceProblems, match=says):
         parse_space(text, source="fixed.yaml", outside=outside)
+
+
+def test_what_is_wrong_for_all_that_speculate_is_said_where_it_stands():
+    text = ARGS.format(
+        kind="bundled", model="smollm2-135m", args="num_steps: 3, steps_by_batch: often", plain="none",
+        parameters=OF_SPECULATION,
+    )  # fmt: skip
+    with pytest.raises(SpaceProblems, match=r"engine.args.steps_by_batch: .* is not of the form"):
+        parse_space(text, source="fixed.yaml", outside=Outside(engine_for=get_engine))
+
+
+def test_rules_do_not_see_what_is_fixed_of_speculation_where_there_is_none():
+    choices = "speculation: {choices: [none, ngram, eagle3]}"
+    text = ARGS.format(kind="bundled", model="smollm2-135m", args="num_steps: 4", plain="none", parameters=choices)
+    rule = "num_steps > 3 and speculation != 'eagle3'"
+    space = parse_space(f'{text}rules: [{{forbid: "{rule}", because: too deep}}]\n', source="fixed.yaml")
+    assert space.forbidden(Candidate({"speculation": "none"})) is None
+    assert space.forbidden(Candidate({})) is None, "what says nothing of speculation has none"
+    assert space.forbidden(Candidate({"speculation": "ngram"})) == f"too deep (rule: {rule})"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("num_steps: three", "'three' is not valid; valid: a whole number from 0 on"),
+        ("num_steps: -4", "-4 is not valid"),
+        ("topk: 0", "0 is not valid; valid: a whole number from 1 on"),
+        ("steps_by_batch: often", "is not of the form 1:0,8:3,64:0"),
+    ],
+)
+def test_a_simulated_machine_takes_only_what_its_physics_can_count(args, says):
+    text = ARGS.format(kind="simulated", model="any", args=args, plain="none", parameters=OF_SPECULATION)
+    with pytest.raises(SpaceProblems, match=says):
+        parse_space(text, source="fixed.yaml", outside=Outside(engine_for=get_engine))

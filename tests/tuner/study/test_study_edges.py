@@ -214,6 +214,14 @@ def test_the_noise_of_crossings_is_what_the_baseline_shows(tmp_path):
     assert block_sd(quiet) < BLOCK_SD < 0.03 < block_sd(data)
 
 
+def test_a_depth_that_is_fixed_for_all_is_in_no_schedule(tmp_path):
+    """It would be said twice, and an engine refuses that."""
+    parameters = "parameters={speculation: {choices: [ngram]}, threads: {choices: [1]}}"
+    data, _ = run(tmp_path, 7.4, 1.0, "engine.args={num_steps: 3}", parameters)
+    assert threshold(data) in (6, 7, 8)
+    assert not any("num_steps" in candidate.settings for candidate in data.candidates.values())
+
+
 def test_a_schedule_has_to_promise_more_than_the_best_that_was_imported(tmp_path):
     def speed(settings: Mapping[str, Any], level: int) -> float:
         return speed_of(7.4)(settings, level) * float(settings["threads"])

@@ -387,3 +387,21 @@ def test_every_sampler_proposes_the_decimals_of_a_range_also_behind_a_trial_of_a
             )
         )
         tried.append(proposal.candidate.id)
+
+
+def proposed(sampler: str, count: int) -> list[dict[str, object]]:
+    """What a sampler proposes after a baseline, which has no parameters."""
+    space = parse_space(f"sampler: {sampler}\n{TEXT}", source="sampled.yaml")
+    done = [optuna.trial.create_trial(value=0.0)]
+    for number in range(1, count):
+        made = Proposer(space, 3, None).propose([f"c{i}" for i in range(number)], done.copy)
+        told = {"params": dict(made.params), "distributions": dict(made.distributions)}
+        attrs = dict(made.system_attrs)
+        done.append(optuna.trial.create_trial(value=speedup(made.candidate.settings), system_attrs=attrs, **told))
+    return [trial.params for trial in done]
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "gp", "nsga2"])
+def test_samplers_of_optuna_learn_although_the_baseline_has_no_parameters(sampler: str) -> None:
+    """It is in every study's history, and samplers that go by what all trials have in common would draw at random."""
+    assert proposed(sampler, 26) != proposed("random", 26)

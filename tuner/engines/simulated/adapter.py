@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from tuner.engines.base import Change, Mismatch, SettingSpec, compare, env_problems
 from tuner.engines.bundled import BundledEngine, hot_settings
 from tuner.engines.simulated.profiles import DEFAULT, profile_named
+from tuner.engines.speculation import schedule_problems
 from tuner.errors import UsageError
 from tuner.records import LaunchRecord, Setting
 
@@ -18,6 +19,10 @@ PREFIX = "simulation."
 
 VERSION = "1"
 """Of the model of machines; another gives other figures."""
+
+
+_COUNTS = {"num_steps": 0, "topk": 1, "num_draft_tokens": 1}
+"""Counts that the physics makes a step of, with the least that they may be; most engines have a most as well."""
 
 
 class _Settings(Mapping[str, SettingSpec]):
@@ -55,8 +60,14 @@ class SimulatedEngine:
             profile = profile_named(str(args.get(PREFIX + "profile", DEFAULT)))
         except UsageError as error:
             return [f"{PREFIX}profile: {error}"]
-        found = []
         settings = {**args, **settings}
+        found = [
+            f"{name}: {value!r} is not valid; valid: a whole number from {least} on"
+            for name, least in _COUNTS.items()
+            if (value := settings.get(name)) is not None and not (type(value) is int and value >= least)
+        ]
+        if settings.get("steps_by_batch") is not None:
+            found += schedule_problems(str(settings["steps_by_batch"]), sys.maxsize)
         backend = settings.get("allreduce")
         if backend is not None and backend not in profile.machine.allreduce:
             found.append(f"allreduce: {backend!r} is unknown; valid: {', '.join(profile.machine.allreduce)}")
