@@ -387,10 +387,10 @@ class Checker:
                 self.report(path, problem)
 
     def _combinations(self, space: Space, engine: EngineFacts | None) -> None:
+        hot = engine.hot if isinstance(engine, Reconfigurable) else frozenset()
 
         def problems(candidate: Candidate) -> list[str]:
             assert engine is not None
-            hot = engine.hot if isinstance(engine, Reconfigurable) else frozenset()
             settings = _engine_settings(candidate)
             return engine.problems(space.args_for(settings, hot), settings)
 
