@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def write_whole(texts: Mapping[Path, str]) -> None:
-    """Writes every text (UTF-8) to its path; scripts (`#!`) become executable, folders are made.
+def write_whole(texts: Mapping[Path, str | bytes]) -> None:
+    """Writes every text (UTF-8, or bytes as they are) to its path; scripts (`#!`) become executable, folders are made.
 
     All texts are on disk beside their places before the first is moved there: what fails half-way, a full disk for
     one, has replaced nothing.
@@ -23,9 +23,10 @@ def write_whole(texts: Mapping[Path, str]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
             staged.append((temporary, path))
-            with open(handle, "w", encoding="utf-8", newline="\n") as file:
-                os.fchmod(file.fileno(), 0o755 if text.startswith("#!") else 0o644)
-                file.write(text)
+            data = text.encode() if isinstance(text, str) else text
+            with open(handle, "wb") as file:
+                os.fchmod(file.fileno(), 0o755 if data.startswith(b"#!") else 0o644)
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
         for temporary, path in staged:

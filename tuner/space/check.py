@@ -387,7 +387,7 @@ class Checker:
                 self.report(path, problem)
 
     def _combinations(self, space: Space, engine: EngineFacts | None) -> None:
-        hot = engine.hot if isinstance(engine, Reconfigurable) else frozenset()
+        hot: frozenset[str] = engine.hot if isinstance(engine, Reconfigurable) else frozenset()
 
         def problems(candidate: Candidate) -> list[str]:
             assert engine is not None

@@ -121,6 +121,8 @@ def _same(a: float, b: float) -> bool:
 
 
 def _traces(path: Path) -> Iterator[Trace]:
+    if not path.stat().st_size:
+        raise EOFError("it is empty: the tuner ended while it was being written")
     with gzip.open(path, "rt", encoding="utf-8") as file:
         for row in file:
             told = json.loads(row)

@@ -285,7 +285,7 @@ class Machine:
         return lambda: mine() + (siblings.cpu_s((os.getpid(), server.pid)) if siblings else 0.0)
 
     def keep_requests(self, outcome: Outcome, path: Path) -> None:
-        """Writes the requests of a block to a file, one JSON object a line, compressed.
+        """Writes the requests of a block to a file, one JSON object a line, compressed: all of them, or no file.
 
         Raises:
             EnvironmentBroken: the file cannot be written.
@@ -294,11 +294,11 @@ class Machine:
         import json
         from dataclasses import asdict
 
+        from tuner.files import write_whole
+
+        rows = (json.dumps(asdict(trace), ensure_ascii=False) + "\n" for trace in getattr(outcome, "traces", ()))
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with gzip.open(path, "wt", encoding="utf-8") as file:
-                for trace in getattr(outcome, "traces", ()):
-                    file.write(json.dumps(asdict(trace), ensure_ascii=False) + "\n")
+            write_whole({path: gzip.compress("".join(rows).encode(), mtime=0)})
         except OSError as error:
             raise EnvironmentBroken(f"{path} cannot be written: {error}. The block itself is kept") from error
 
