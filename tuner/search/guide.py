@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -29,6 +29,9 @@ Kept = TypeVar("Kept")
 LOOKED_AT = 250
 """Candidates whose uncertainty is worked out: those that are expected to be fastest, and as many drawn evenly."""
 
+UNLIKELY = 0.1
+"""A candidate with less of a chance to work is not tried for what it may teach alone."""
+
 NEARLY = 0.003
 """An improvement that is expected to be below this is as good as none: blocks are noisier."""
 
@@ -40,6 +43,8 @@ class Costs:
     `hot` names the settings that can change on a running server; `running` holds the settings of the one that runs.
     With `stay` only what that server can become is suggested. `idle` names settings that do not matter where a
     candidate does not speculate. On a launch that can serve the `baseline` its blocks come first: `turn_s` seconds.
+    Where launches are `scarce`, fewer than the candidates that are wanted, none is made where no gain is expected of
+    it before all that works is tried that the running server can become.
     """
 
     launch_s: float = 300.0
@@ -50,6 +55,7 @@ class Costs:
     idle: frozenset[str] = frozenset()
     baseline: Mapping[str, Any] | None = None
     turn_s: float = 0.0
+    scarce: bool = False
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -112,11 +118,21 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
+class Scheduled:
+    """What a schedule of draft depths can be made of: a `family` of candidates that differ in their depth alone, and
+    `plain`, those that decode plainly and are otherwise alike."""
+
+    family: Hashable
+    plain: Hashable
+
+
+@dataclass(frozen=True)
 class Guide:
     """The candidates of a space, ready for suggestions. Made once; suggestions are functions of evidence alone.
 
     `fixed` are the settings that all share. The baseline may be among the candidates or not. `known` are others of
-    which something is known: they teach, and are never suggested.
+    which something is known: they teach, and are never suggested. `scheduled` tells of what schedule a candidate can
+    be part, None where of none: so that one is tried which is best at one load, and slow at another.
     """
 
     candidates: tuple[Candidate, ...]
@@ -124,6 +140,7 @@ class Guide:
     levels: tuple[int, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     known: tuple[Candidate, ...] = ()
+    scheduled: Callable[[Candidate], Scheduled | None] | None = None
 
     @cached_property
     def everyone(self) -> tuple[Candidate, ...]:
@@ -225,9 +242,17 @@ class Guide:
         chance = chance * self._in_time(evidence, some, goal)
         seconds = self._seconds(some, costs, gain * chance)
         pick = int(np.argmax(gain * chance / seconds))
+        promised = gain[pick] * chance[pick] / seconds[pick]
+        if (part := self._part(evidence, open_, rates, works, best_value, goal, costs, promised)) is not None:
+            return part
         if gain[pick] < NEARLY:
             # Not even if it works: then what does work and is known least, which is where the model may be wrong.
-            pick = int(np.argmax(np.minimum(sd, 1.0) * chance * works[some] / seconds))
+            learns = np.minimum(sd, 1.0) * chance * works[some] / seconds
+            here = np.array([costs.reaches(self.candidates[i].settings) for i in some]) & (works[some] > UNLIKELY)
+            if costs.scarce and here.any():
+                # By what it might teach alone: of those here, none may have a chance to keep the guard.
+                learns = np.where(here, learns + 1e-9 * sd, -1.0)
+            pick = int(np.argmax(learns))
         index = some[pick]
         return Suggestion(
             self.candidates[index],
@@ -236,6 +261,62 @@ class Guide:
             float(value[index]),
             float(sd[pick]),
         )
+
+    def _part(
+        self,
+        evidence: Evidence,
+        open_: np.ndarray,
+        rates: np.ndarray,
+        works: np.ndarray,
+        best_value: float,
+        goal: Goal,
+        costs: Costs,
+        least: float,
+    ) -> Suggestion | None:
+        """A candidate that promises more than `least` a second as part of a schedule: at a load it leads its family.
+
+        A family is worth what those of its depths come to that were measured, this one, and plain decoding, each where
+        it leads: by the model's means, for levels are many, and noise leads at one of them soon. The schedule takes as
+        long again as the candidate.
+        """
+        family, plain = self._families
+        some = open_[family[open_] >= 0]
+        if not len(some) or len(self.levels) < 2:
+            return None
+        base, weights = self.place[self.baseline.id], np.array(goal.weights)
+        gains = rates - rates[base]
+        measured = np.array(sorted(self._measured(evidence) - self._places(c.id for c in evidence.failed)), int)
+        measured = measured[family[measured] >= 0]
+        known = np.full((int(family.max()) + 1, len(self.levels)), -np.inf)
+        np.maximum.at(known, family[measured], np.maximum(gains[measured], gains[plain[measured]]))
+        best = float((known[np.unique(family[measured])] @ weights).max(initial=best_value))
+        leads = np.maximum(np.maximum(known[family[some]], gains[plain[some]]), gains[some])
+        promised = leads @ weights - best
+        each = promised * works[some] / (2 * np.array([costs.of(self.candidates[i].settings) for i in some]))
+        pick = int(np.argmax(each))
+        if promised[pick] * works[some[pick]] < NEARLY or each[pick] <= least:
+            return None
+        index = some[pick]
+        sd = spread(self.surrogate(evidence).covariances(np.array([index]), base), goal.weights)
+        gain, chance, expected = promised[pick], float(works[index]), float(gains[index] @ weights)
+        return Suggestion(self.candidates[index], float(gain) * chance, chance, expected, float(sd[0]))
+
+    @cached_property
+    def _families(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each candidate the number of its family, and where plain decoding beside it is; -1 where it has none.
+
+        Where no candidate decodes plainly beside it, what does so beside the baseline stands in.
+        """
+        parts = [self.scheduled(one) if self.scheduled is not None else None for one in self.everyone]
+        plain = {part.plain: i for i, part in reversed([*enumerate(parts)]) if part and part.family == part.plain}
+        first = parts[self.place[self.baseline.id]]
+        stand_in = plain.get(first.plain, -1) if first else -1
+        numbers: dict[Hashable, int] = {}
+        family, beside = np.full(len(parts), -1), np.full(len(parts), -1)
+        for i, part in enumerate(parts):
+            if part is not None and part.family != part.plain and (place := plain.get(part.plain, stand_in)) >= 0:
+                family[i], beside[i] = numbers.setdefault(part.family, len(numbers)), place
+        return family, beside
 
     def _seconds(self, some: np.ndarray, costs: Costs, promised: np.ndarray) -> np.ndarray:
         """What trying each of them takes; `promised` is the improvement that each lets expect.

@@ -27,11 +27,13 @@ SCOPE = "candidates"
 class Scope:
     """What there is to try beside the baseline: so many `candidates`, None where they cannot be listed.
 
-    `groups` are the combinations of what needs a launch where other settings are hot; None where none is.
+    `groups` are the combinations of what needs a launch where other settings are hot; None where none is. The server of
+    the baseline cannot be changed to `away` of them, nor theirs to the baseline (None: unknown, of an earlier version).
     """
 
     candidates: int | None = None
     groups: int | None = None
+    away: int | None = None
 
     @property
     def sentence(self) -> str:
@@ -42,12 +44,12 @@ class Scope:
     @property
     def facts(self) -> dict[str, int | None]:
         """For `scope_of`."""
-        return {"candidates": self.candidates, "groups": self.groups}
+        return {"candidates": self.candidates, "groups": self.groups, "away": self.away}
 
 
 def scope_of(facts: Mapping[str, Any]) -> Scope:
     """What such facts say; where there are none, nothing is known."""
-    return Scope(facts.get("candidates"), facts.get("groups"))
+    return Scope(facts.get("candidates"), facts.get("groups"), facts.get("away"))
 
 
 @dataclass(frozen=True)
@@ -172,9 +174,13 @@ def _search(launches: int, profile: str, scope: Scope, pace: Pace, done: SoFar, 
     else:
         row = min(max(round(pace.start_s / max(pace.slot_s, 1e-9)), LEAST_ROW), MOST_ROW)
         whole = done.measured + wanted
-        asked = max(min(scope.groups, whole), math.ceil(whole / row)) if scope.groups > 1 else 0
-        starts = min(room, max(0, asked - max(0, done.searched - 1))) if wanted else 0
+        away = scope.groups - 1 if scope.away is None else scope.away
+        asked = max(min(away, whole), math.ceil(whole / row) if scope.groups > 1 else 0)
+        # What cannot be put to the baseline is compared with a launch of the baseline's own, made now and then.
+        every, apart = BASELINE_EVERY[profile], wanted * away // max(scope.groups, 1)
+        own = apart // every if every else 0
+        starts = min(room, max(0, asked - max(0, done.searched - 1)) + own) if wanted else 0
         candidates = wanted
-        turns = max(starts, candidates // HOT_BASELINE_EVERY[profile])
+        turns = own + (wanted - apart) // HOT_BASELINE_EVERY[profile]
     seconds = (first + starts) * pace.start_s + (first + turns) * pace.slot_s + candidates * pace.candidate_s
     return _Search(candidates, first + starts, seconds)

@@ -21,7 +21,7 @@ from tuner.search.evidence import Evidence
 from tuner.space import Listed
 from tuner.study.ahead import SCOPE
 from tuner.study.canary import NOTHING, Proofs, in_proof, nearest_ones, next_canary, proofs, ruled_out
-from tuner.study.crashes import CrashesSeen, CrashMemory, crashes_seen, most_crashes
+from tuner.study.crashes import CrashesSeen, CrashMemory, Elsewhere, crashes_seen, most_crashes
 from tuner.study.data import LaunchState, Slot, StoredLaunch, StoredTrial, StudyData, StudyState
 from tuner.study.database import finite, storage_problem
 from tuner.study.decide import compared, recommendation, verdicts_of
@@ -60,6 +60,7 @@ from tuner.study.planner import (
     Tell,
     Wait,
     due_again,
+    for_each_launch,
     hot_in,
     idle,
     invalid_block,
@@ -79,7 +80,7 @@ from tuner.study.progress import Event, Observer, Silent
 from tuner.study.quality import ANSWERS, COMPARED, JUDGED, VETO, wanted
 from tuner.study.quality import verdicts as quality_verdicts
 from tuner.study.sampler import PATIENCE, Proposal, Proposer, draw_untried, proposal_of
-from tuner.study.schedule import Planned, planned
+from tuner.study.schedule import Planned, part_of, planned
 from tuner.study.score import FAILED, ILLEGAL, Score, score
 from tuner.study.store import AlreadyMeasured, StudyStore
 from tuner.study.words import change, described
@@ -212,7 +213,7 @@ class Controller:
         if self._universe is None or data.facts_of(SCOPE):
             return
         to_try = [each.candidate for i, each in self._universe.items() if i != data.baseline.id]
-        found = scope_to_try(to_try, hot_in(data, self._hot))
+        found = scope_to_try(to_try, hot_in(data, self._hot), data.baseline)
         self.store.event(SCOPE, found.sentence, found.facts)
 
     def _work(self) -> StudyData:
@@ -395,7 +396,8 @@ class Controller:
             kept = ruled_out(space, one, found.refuted) is not None or in_proof(space, one, found.running)
             return not kept and one.id not in self._kept_otherwise and illegal(space, self.engine, one) is None
 
-        return Proposer(space, data.seed, self._universe, legal)
+        part = part_of(space, lambda one: illegal(space, self.engine, one) is None)
+        return Proposer(space, data.seed, self._universe, legal, part)
 
     def _exhausted(self, data: StudyData, within: int | None = None) -> bool:
         """Whether every candidate has been tried, or every one in the reach of a launch, or may not be any more."""
@@ -431,7 +433,7 @@ class Controller:
         return evidence_of(data, self._reader)
 
     def _crashes_seen(self, data: StudyData) -> CrashesSeen:
-        return crashes_seen(data, self.crashes.elsewhere(data) if self.crashes is not None else ())
+        return crashes_seen(data, self.crashes.elsewhere(data) if self.crashes is not None else Elsewhere())
 
     def _hopeless(self, data: StudyData) -> frozenset[str]:
         """The candidates with a value whose canary failed."""
@@ -554,9 +556,11 @@ class Controller:
             self._say("schedule", f"the blocks ask for other depths at other loads: trying {described(tried_next)}")
             return Proposal(tried_next, {}, {}), False
         launch = data.launch[step.within] if step.within is not None else None
-        costs = costs_of(data, hot_in(data, self._hot), launch, stay=step.only)
         history = self.store.trials.history
         hopeless = self._hopeless(data) | waiting
+        untried = len(self._universe.keys() - {*tried, *hopeless}) if self._universe is not None else None
+        each = for_each_launch(data, self.policy, untried)
+        costs = costs_of(data, hot_in(data, self._hot), launch, stay=step.only, each=each)
         proposal = self._proposer.propose(
             _tried(data), history, self._evidence(data), goal_of(data), costs, fixed, hopeless
         )
@@ -743,10 +747,13 @@ class Controller:
         if trial.kind == "baseline":
             self._say("baseline", "the baseline is measured")
         elif failure:
-            self._remember(data, trial, state.failure)
+            if state.failure is not None:
+                self._remember(data, trial, state.failure)
             self._say("failed", f"trial {trial.number} has no score: {why}", trial=trial.number, kind=failure.kind)
         else:
             said = ", ".join(f"{change(ratio)} at {level}" for level, ratio in sorted(result.ratios.items()))
+            if result.constraints["launch"] <= 0:
+                self._remember(data, trial)
             self._say(
                 "score",
                 f"trial {trial.number}: {change(result.value)} over the baseline in the search ({said})"
@@ -755,14 +762,20 @@ class Controller:
                 log_speedup=result.value,
             )
 
-    def _remember(self, data: StudyData, trial: StoredTrial, failure: Failure | None) -> None:
-        if self.crashes is None or failure is None:
+    def _remember(self, data: StudyData, trial: StoredTrial, failure: Failure | None = None) -> None:
+        """For other studies: a crash, or that a candidate worked."""
+        if self.crashes is None:
             return
+        candidate = data.candidates[trial.candidate_id]
         try:
-            self.crashes.remember(data, data.candidates[trial.candidate_id], failure)
+            if failure is None:
+                self.crashes.works(data, candidate)
+            else:
+                self.crashes.remember(data, candidate, failure)
         except OSError as error:
             self._event(
-                "crash_memory", f"{self.crashes.path} cannot be written ({error.strerror}); a crash is not noted"
+                "crash_memory",
+                f"{self.crashes.path} cannot be written ({error.strerror}); other studies do not learn of it",
             )
 
     # -- launches ---------------------------------------------------------------------------------------------------

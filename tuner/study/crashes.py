@@ -3,6 +3,9 @@
 Crashes that other studies have paid for are kept beside the studies, one JSON line each. A crash is of an exact launch:
 engine and its version, hardware, model, fixed arguments, environment and settings; for one under load, of the workload
 too. Whatever of these changes, the combination deserves a new try.
+
+Beside the crashes of a study stands what worked in it: what some had in common that crashed there is not to blame where
+others had it too, and worked.
 """
 
 from __future__ import annotations
@@ -52,23 +55,35 @@ def most_crashes(launches: int) -> int:
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """What `crashed` in other studies of the same engine, machine, model and workload, and settings of what `worked`.
+
+    `telling` are the crashes of those studies of which it is known what worked: from others no region is learned.
+    """
+
+    crashed: tuple[Crash, ...] = ()
+    telling: tuple[Crash, ...] = ()
+    worked: tuple[Mapping[str, Setting], ...] = ()
+
+
+@dataclass(frozen=True)
 class CrashesSeen:
     """What crashed here and in other studies (`elsewhere`), and settings of what worked."""
 
     crashed: tuple[Crash, ...]
     worked: tuple[Mapping[str, Setting], ...]
-    elsewhere: tuple[Crash, ...] = ()
+    elsewhere: Elsewhere = Elsewhere()
 
     @cached_property
     def _regions(self) -> Regions:
-        return Regions((*self.crashed, *self.elsewhere), self.worked)
+        return Regions((*self.crashed, *self.elsewhere.telling), (*self.worked, *self.elsewhere.worked))
 
     def region(self, settings: Mapping[str, Setting]) -> Region | None:
         """The region that rules a candidate out."""
         return self._regions.of(settings)
 
 
-def crashes_seen(data: StudyData, elsewhere: Sequence[Crash] = ()) -> CrashesSeen:
+def crashes_seen(data: StudyData, elsewhere: Elsewhere = Elsewhere()) -> CrashesSeen:
     """What a study has seen of crashes."""
     crashed, worked = [], [data.baseline.settings]
     for trial in data.measured:
@@ -82,7 +97,7 @@ def crashes_seen(data: StudyData, elsewhere: Sequence[Crash] = ()) -> CrashesSee
         failures = [launch.failure for launch in launches if launch.failure is not None and not launch.forgiven]
         if failures and failures[-1].kind in CRASHES and failures[-1].blame == "candidate":
             crashed.append(Crash(settings, f"trial {trial.number}"))
-    return CrashesSeen(tuple(crashed), tuple(worked), tuple(elsewhere))
+    return CrashesSeen(tuple(crashed), tuple(worked), elsewhere)
 
 
 class CrashMemory:
@@ -90,42 +105,57 @@ class CrashMemory:
 
     def __init__(self, path: Path = FILE) -> None:
         self.path = path
+        self._read: tuple[tuple[int, int] | None, list[dict[str, Any]]] = (None, [])
 
     def known(self, data: StudyData, candidate: Candidate) -> str | None:
         """The crash of this candidate that another study has met, in a sentence; None when none has."""
         keys = {_key(data, candidate, under_load=under_load) for under_load in (False, True)}
-        for entry in self._entries():
+        for entry in self._crashes():
             if entry["key"] in keys and entry["uid"] != data.uid:
                 return f"known crash of study {entry['study']}: {entry['kind']}: {entry['message']}"
         return None
 
-    def elsewhere(self, data: StudyData) -> tuple[Crash, ...]:
-        """What crashed in other studies of this engine, machine, model and workload."""
+    def elsewhere(self, data: StudyData) -> Elsewhere:
+        """What crashed, and what worked, in other studies of this engine, machine, model and workload."""
         return self.of(data.space, data.fingerprint, data.uid)
 
-    def of(self, space: Space, fingerprint: Mapping[str, Any], uid: str = "") -> tuple[Crash, ...]:
-        """What crashed in studies of this engine, machine, model and workload, but for the one of this uid."""
+    def of(self, space: Space, fingerprint: Mapping[str, Any], uid: str = "") -> Elsewhere:
+        """What crashed, and what worked, in studies of this engine, machine, model and workload, but that of this uid.
+
+        What worked under another workload counts too: its servers came up.
+        """
         contexts = {short_hash(_surroundings(space, fingerprint, under_load)) for under_load in (False, True)}
-        return tuple(
-            Crash(entry["settings"], f"study {entry['study']}")
+        others = [
+            entry
             for entry in self._entries()
             if entry["uid"] != uid and entry.get("context") in contexts and isinstance(entry.get("settings"), dict)
+        ]
+        worked = [entry for entry in others if _worked(entry)]
+        tells = {entry["uid"] for entry in worked}
+        crashed = [
+            (entry["uid"], Crash(entry["settings"], f"study {entry['study']}")) for entry in others if _crashed(entry)
+        ]
+        return Elsewhere(
+            tuple(crash for _, crash in crashed),
+            tuple(crash for of, crash in crashed if of in tells),
+            tuple(entry["settings"] for entry in worked),
         )
 
     def remember(self, data: StudyData, candidate: Candidate, failure: Failure) -> None:
-        """Keeps a crash; any other failure, and one that is known already, is passed over.
+        """Keeps a crash, and what has worked so far beside it; a failure that is no crash, or known, is passed over.
 
         Raises:
             OSError: it cannot be written.
         """
         if failure.kind not in CRASHES or failure.blame != "candidate":
             return
-        key = _key(data, candidate, under_load=failure.phase == "bench")
-        if any(entry["key"] == key for entry in self._entries()):
+        under_load = failure.phase == "bench"
+        key = _key(data, candidate, under_load=under_load)
+        if any(entry["key"] == key for entry in self._crashes()):
             return
-        entry = {
+        crash = {
             "key": key,
-            "context": _context(data, under_load=failure.phase == "bench"),
+            "context": _context(data, under_load=under_load),
             "study": data.name,
             "uid": data.uid,
             "at": time.time(),
@@ -133,9 +163,33 @@ class CrashMemory:
             "message": failure.message,
             "settings": dict(candidate.settings),
         }
+        self._add([crash, *self._worked_of(data, crashes_seen(data).worked)])
+
+    def works(self, data: StudyData, candidate: Candidate) -> None:
+        """Keeps that a candidate worked, where something crashed that it may have much in common with.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        contexts = {_context(data, under_load=under_load) for under_load in (False, True)}
+        if any(entry.get("context") in contexts for entry in self._crashes()):
+            self._add(self._worked_of(data, [data.baseline.settings, candidate.settings]))
+
+    def _worked_of(self, data: StudyData, settings: Sequence[Mapping[str, Setting]]) -> list[dict[str, Any]]:
+        """What is to be kept of these settings of a study: what is not yet."""
+        context = _context(data, under_load=False)
+        known = [
+            e["settings"] for e in self._entries() if _worked(e) and e["uid"] == data.uid and e["context"] == context
+        ]
+        about = {"worked": True, "context": context, "study": data.name, "uid": data.uid, "at": time.time()}
+        return [{**about, "settings": dict(one)} for one in settings if dict(one) not in known]
+
+    def _add(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        if not entries:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            file.write("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries))
             file.flush()
             os.fsync(file.fileno())
 
@@ -145,23 +199,41 @@ class CrashMemory:
         Raises:
             OSError: it cannot be written.
         """
-        entries = list(self._entries())
+        entries = self._entries()
         kept = [entry for entry in entries if entry["uid"] != uid]
         if len(kept) < len(entries):
             write_whole({self.path: "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept)})
 
-    def _entries(self) -> Iterator[dict[str, Any]]:
+    def _crashes(self) -> list[dict[str, Any]]:
+        return [entry for entry in self._entries() if _crashed(entry)]
+
+    def _entries(self) -> list[dict[str, Any]]:
         try:
-            text = self.path.read_text(encoding="utf-8", errors="replace")
+            known = self.path.stat()
+            if (found := (known.st_mtime_ns, known.st_size)) != self._read[0]:
+                text = self.path.read_text(encoding="utf-8", errors="replace")
+                self._read = found, [*_lines(text)]
         except OSError:
-            return  # there is none yet, or it cannot be read: then every candidate is tried
-        for line in text.splitlines():
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue  # torn by a kill
-            if isinstance(entry, dict) and entry.keys() >= {"key", "uid", "study", "kind", "message"}:
-                yield entry
+            return []  # there is none yet, or it cannot be read: then every candidate is tried
+        return self._read[1]
+
+
+def _lines(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # torn by a kill
+        if isinstance(entry, dict) and (_crashed(entry) or _worked(entry)):
+            yield entry
+
+
+def _crashed(entry: Mapping[str, Any]) -> bool:
+    return entry.keys() >= {"key", "uid", "study", "kind", "message"}
+
+
+def _worked(entry: Mapping[str, Any]) -> bool:
+    return entry.get("worked") is True and entry.keys() >= {"uid", "study", "context", "settings"}
 
 
 def _key(data: StudyData, candidate: Candidate, *, under_load: bool) -> str:

@@ -136,19 +136,24 @@ def accepted_of(block: Block) -> Accepted:
     return Accepted(steps, tuple(reached), tuple(kinds))
 
 
-def costs_of(data: StudyData, hot: frozenset[str], launch: StoredLaunch | None, *, stay: bool = False) -> Costs:
+def costs_of(
+    data: StudyData, hot: frozenset[str], launch: StoredLaunch | None, *, stay: bool = False, each: float = 1.0
+) -> Costs:
     """What a launch and the blocks of a candidate have taken so far, and what can change on the server of a launch.
 
     With `stay` that server is all there is. A launch that failed has left none. Of all starts only the first counts,
     in coarse steps: so a study that was killed proposes what it would have otherwise. A launch whose server can be
     changed to the baseline has it measured there first, in as long as a candidate takes.
+
+    Where launches are scarcer than time, a launch counts for more than it takes: as many candidates as `each` of those
+    left has to serve, if all that are wanted are to be tried.
     """
     if launch is not None and launch.failure is not None and not stay:
         launch = None
     usual = Costs()
     blocks_s = max(1.0, candidate_s(data) or usual.blocks_s)
     return Costs(
-        launch_s=start_s(data) or usual.launch_s,
+        launch_s=max(start_s(data) or usual.launch_s, blocks_s * (each - 1) if hot else 0.0),
         blocks_s=blocks_s,
         hot=hot,
         running=data.settings_of(launch.slot.candidate_id) if launch is not None else None,
@@ -156,6 +161,7 @@ def costs_of(data: StudyData, hot: frozenset[str], launch: StoredLaunch | None, 
         idle=SPECULATIVE,
         baseline=data.baseline.settings if hot else None,
         turn_s=blocks_s if hot else 0.0,
+        scarce=bool(hot) and each > 1,
     )
 
 

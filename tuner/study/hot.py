@@ -39,10 +39,14 @@ def cold_part(hot: Iterable[str], settings: Mapping[str, Setting]) -> tuple[tupl
     return tuple(sorted((name, value) for name, value in settings.items() if name not in set(hot) | idle))
 
 
-def scope_to_try(candidates: Iterable[Candidate], hot: frozenset[str]) -> Scope:
+def scope_to_try(candidates: Iterable[Candidate], hot: frozenset[str], baseline: Candidate) -> Scope:
     """What there is to try of these candidates, where `hot` settings can be changed on a running server."""
-    parts = [cold_part(hot, candidate.settings) for candidate in candidates]
-    return Scope(len(parts), len(set(parts)) if hot else None)
+    several = [*candidates]
+    if not hot:
+        return Scope(len(several))
+    parts = {cold_part(hot, one.settings): one for one in several}
+    away = sum(not reachable(hot, baseline.settings, one.settings) for one in parts.values())
+    return Scope(len(several), len(parts), away)
 
 
 @dataclass(frozen=True)

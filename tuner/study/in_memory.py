@@ -69,7 +69,7 @@ class _Study:
         self.hot = hot
         self.changes: list[Reconfiguration] = []
         self.up: tuple[int, Slot] | None = None
-        there = scope_to_try(universe.values(), hot)
+        there = scope_to_try(universe.values(), hot, space.baseline)
         self.scope = StoredEvent(1, 0.0, SCOPE, there.sentence, there.facts)
 
     def run(self) -> StudyData:

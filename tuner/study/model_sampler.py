@@ -19,7 +19,7 @@ import optuna
 
 from tuner.records import Candidate, Setting
 from tuner.search.evidence import Evidence, Measurement
-from tuner.search.guide import Costs, Goal, Guide, Suggestion, best_measured
+from tuner.search.guide import Costs, Goal, Guide, Scheduled, Suggestion, best_measured
 from tuner.space import Listed, Space
 from tuner.space.space import Drawn, visible
 
@@ -47,6 +47,7 @@ class ModelSampler(optuna.samplers.BaseSampler):
         evidence: what is known, beside the trials; None: they are all there is.
         goal: what is wanted; of the space when left out.
         costs: what a launch costs, and which server runs.
+        scheduled: of what schedule of draft depths a candidate can be part, where whoever asks tries such.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class ModelSampler(optuna.samplers.BaseSampler):
         evidence: Callable[[], Evidence] | None = None,
         goal: Callable[[], Goal] | None = None,
         costs: Callable[[], Costs] | None = None,
+        scheduled: Callable[[Candidate], Scheduled | None] | None = None,
     ) -> None:
         self.space = space
         self.seed = seed
@@ -66,6 +68,7 @@ class ModelSampler(optuna.samplers.BaseSampler):
         self.evidence = evidence
         self.goal = goal or (lambda: _goal_of(space))
         self.costs = costs or Costs
+        self.scheduled = scheduled
         self.last: Suggestion | None = None
         """Why the latest proposal was made; None where nothing untried was left."""
         if universe is None and (listed := space.listed()) is not None:
@@ -106,15 +109,19 @@ class ModelSampler(optuna.samplers.BaseSampler):
         universe = self._universe
         if universe is None:
             universe = self._drawn(evidence, self.goal(), len(before), costs.kept)
-            guide = _guide(self.space, universe, _beside(universe, evidence))
+            guide = self._made(universe, _beside(universe, evidence))
         else:
             # A schedule, or plain decoding, may have been measured though the space lists no such.
             known = _beside(universe, evidence)
             if self._guide is None or {one.id for one in self._guide.known} != {one.id for one in known}:
-                self._guide = _guide(self.space, universe, known)
+                self._guide = self._made(universe, known)
             guide = self._guide
         self.last = guide.suggest(evidence, tried, self.goal(), costs)
         return universe[self.last.candidate.id] if self.last is not None else None
+
+    def _made(self, universe: Mapping[str, Listed], known: tuple[Candidate, ...]) -> Guide:
+        space, candidates = self.space, tuple(listed.candidate for listed in universe.values())
+        return Guide(candidates, space.baseline, space.workload.concurrency, visible(space.args), known, self.scheduled)
 
     def sample_independent(
         self,
@@ -209,11 +216,6 @@ def evidence_of_trials(space: Space, trials: Sequence[optuna.trial.FrozenTrial])
         speedup = math.exp(max(-5.0, min(5.0, trial.value)))
         measured += [Measurement(candidate, level, level * speedup, sd=VALUE_SD) for level in levels]
     return Evidence(tuple(measured), tuple(failed), tuple(failed))
-
-
-def _guide(space: Space, universe: Mapping[str, Listed], known: tuple[Candidate, ...] = ()) -> Guide:
-    candidates = tuple(listed.candidate for listed in universe.values())
-    return Guide(candidates, space.baseline, space.workload.concurrency, visible(space.args), known)
 
 
 def _beside(universe: Mapping[str, Listed], evidence: Evidence) -> tuple[Candidate, ...]:

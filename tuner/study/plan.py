@@ -11,15 +11,17 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from tuner.search.crashes import Crash, Regions
+from tuner.records import Candidate
+from tuner.search.crashes import Regions
 from tuner.space import Space
 from tuner.study.ahead import Ahead, Pace, Scope, ahead
 from tuner.study.canary import to_prove
+from tuner.study.crashes import Elsewhere
 from tuner.study.data import Budget, StudyData
 from tuner.study.edges import ROUNDS
 from tuner.study.effect import Effects
 from tuner.study.engine import StudyEngine, hot_settings, legality, none_drawn
-from tuner.study.hot import cold_part
+from tuner.study.hot import scope_to_try
 from tuner.study.plain import baseline_speculates, out_of_race
 from tuner.study.policy import CLAIM_PAIRS, POLICIES, Policy, planned_pairs, policy_of
 from tuner.study.race import NO_RACE
@@ -91,7 +93,7 @@ def plan(
     timing: Timing,
     *,
     pairs: int | None = None,
-    crashed: Sequence[Crash] = (),
+    crashed: Elsewhere = Elsewhere(),
 ) -> Plan:
     """The outlook of a new study of `space`.
 
@@ -100,15 +102,16 @@ def plan(
         engine: its engine.
         timing: how long launches and blocks take.
         pairs: of the confirmation, where a calibration asks for them.
-        crashed: what crashed in other studies on this machine.
+        crashed: what crashed, and what worked, in other studies on this machine.
     """
     policy = POLICIES[space.profile]
     policy = policy if pairs is None else replace(policy, pairs=pairs)
     found = _Candidates(space, engine, crashed)
     hot = frozenset(p.name for p in space.parameters) & hot_settings(engine)
     levels, budget = len(space.workload.concurrency), Budget(**space.budget.model_dump())
-    groups = found.groups if found.groups is not None else budget.candidates
-    scope = Scope(found.legal, groups if hot else None)
+    scope = found.scope if hot else Scope(found.legal)
+    if hot and scope.groups is None:
+        scope = replace(scope, groups=budget.candidates)
     slot_s = levels * timing.block_s
     pace = Pace(timing.startup_s, slot_s, levels * candidate_block_s(space, policy, timing))
     whole = ahead(budget, policy, space.profile, levels, scope, pace)
@@ -119,7 +122,7 @@ def plan(
         ruled_out=found.ruled_out,
         legal=found.legal,
         hot=tuple(sorted(hot)),
-        groups=found.groups if hot else None,
+        groups=found.scope.groups if hot else None,
         candidates=whole.candidates,
         search=whole.search,
         confirmation=whole.confirmation,
@@ -213,10 +216,10 @@ def _plain(space: Space, engine: StudyEngine) -> tuple[str, ...]:
 class _Candidates:
     """Every combination of a space, sorted by what becomes of it."""
 
-    def __init__(self, space: Space, engine: StudyEngine, crashed: Sequence[Crash]) -> None:
+    def __init__(self, space: Space, engine: StudyEngine, crashed: Elsewhere) -> None:
         self.combinations: int | None = None
         self.legal: int | None = None
-        self.groups: int | None = None
+        self.scope = Scope()
         self.merged = 0
         self.ruled_out: tuple[RuledOut, ...] = ()
         self.proven: list[tuple[str, Any]] = []
@@ -227,12 +230,11 @@ class _Candidates:
             return
         effects = Effects(space, engine)
         hot = hot_settings(engine)
-        known = {str(sorted(crash.settings.items())): crash.source for crash in crashed}
-        regions = Regions(crashed, [space.baseline.settings])
+        known = {str(sorted(crash.settings.items())): crash.source for crash in crashed.crashed}
+        regions = Regions(crashed.telling, [space.baseline.settings, *crashed.worked])
         why: Counter[tuple[str, str]] = Counter()
         first: dict[str, str] = {effects.of(space.baseline): space.baseline.id}
-        groups = set()
-        legal = 0
+        legal: list[Candidate] = []
         proven = to_prove(space)
         why_not = legality(space, engine)
         found: set[tuple[str, Any]] = set()
@@ -250,11 +252,10 @@ class _Candidates:
                 self.merged += 1
             else:
                 first[effect] = candidate.id
-                groups.add(cold_part(hot, candidate.settings))
                 found.update(each for each in proven if candidate.settings.get(each[0]) == each[1])
-                legal += 1
+                legal.append(candidate)
         self.combinations = len(combinations)
-        self.legal, self.groups = legal, len(groups)
+        self.legal, self.scope = len(legal), scope_to_try(legal, hot, space.baseline)
         self.proven = [each for each in proven if each in found]
         self.ruled_out = tuple(RuledOut(rule, source, n) for (rule, source), n in why.most_common())
 

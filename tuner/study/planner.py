@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,8 +25,8 @@ from tuner.study.data import BUDGET, CONFIRMATION, Confirmation, Slot, StoredLau
 from tuner.study.hot import Running, baseline_slot, fresh_baseline, given_up, group, has_baseline, row, served
 from tuner.study.policy import BASELINE_EVERY, CLAIM_PAIRS, Policy, planned_pairs, usual
 from tuner.study.quality import refused
-from tuner.study.race import looks_due, race
-from tuner.study.score import has_goodput, late_at, level_ratios, score
+from tuner.study.race import looks_due, race, too_slow
+from tuner.study.score import Score, has_goodput, late_at, level_ratios, score
 from tuner.study.signature import signature
 from tuner.study.wear import unworn, worn
 
@@ -273,6 +273,13 @@ def launches_left(data: StudyData, policy: Policy, *, baseline: bool = False) ->
     """
     reserve = 0 if baseline else 2 * planned_pairs(data.budget.launches, policy)
     return data.budget.launches - reserve - launches_used(data)
+
+
+def for_each_launch(data: StudyData, policy: Policy, untried: int | None) -> float:
+    """Candidates that each launch left to the search has to serve, if all that the budget wants of those `untried` are
+    to be tried (None: more than any budget)."""
+    wanted = data.budget.candidates - len(data.measured)
+    return min(wanted, wanted if untried is None else untried) / max(1, launches_left(data, policy))
 
 
 def out_of_launches(data: StudyData, policy: Policy, trial: StoredTrial) -> str:
@@ -737,7 +744,8 @@ def finalists(data: StudyData, policy: Policy, pairs: int) -> tuple[str, ...]:
 
     Out are: candidates that failed, in the search or in confirmation, those whose answers may not win, and for the
     overall place those that break a guard or have no goodput. Who is out of sight of the baseline is not worth the
-    launches.
+    launches. Who misses the guard on speed-ups by no more than noise, and promises more than those that keep it, is
+    confirmed behind the best of them, or in its place where that one promises no gain.
     """
     scores = {t.candidate_id: score(data, t.candidate_id) for t in data.scored if not t.running}
     dropped = disqualified(data, policy) | refused(data).keys()
@@ -745,9 +753,10 @@ def finalists(data: StudyData, policy: Policy, pairs: int) -> tuple[str, ...]:
     scores = {c: unworn(data, c, s) for c, s in scores.items()}
     able = {c: s for c, s in scores.items() if all(v <= 0 for v in s.constraints.values()) and has_goodput(data, c)}
     overall = [c for c, s in able.items() if s.value > CONFIRM_FROM]
-    chosen: list[str] = []
-    if overall:
-        chosen.append(max(overall, key=lambda c: scores[c].value))
+    chosen = [max(overall, key=lambda c: scores[c].value)] if overall else []
+    best = max((scores[c].value for c in chosen), default=0.0)
+    if (close := _nearly_able(data, scores, able)) and scores[close].value > max(best, 0.0):
+        chosen.insert(int(best > 0), close)
     late = {c: late_at(data, c) for c in scores}
     best_at: dict[int, str] = {}
     for level in data.levels:
@@ -764,6 +773,14 @@ def finalists(data: StudyData, policy: Policy, pairs: int) -> tuple[str, ...]:
     # The search has kept enough for its best, whatever retries have cost; all others live on what is left.
     most = max(room, 1 if chosen[:1] == fresh[:1] and not dropped else 0)
     return tuple(fresh[: min(most, policy.max_finalists)])
+
+
+def _nearly_able(data: StudyData, scores: Mapping[str, Score], able: Collection[str]) -> str | None:
+    """The best by its score of those that keep all guards but the one on speed-ups, which they miss within noise."""
+    near = {c: s for c, s in scores.items() if c not in able and has_goodput(data, c)}
+    only = [c for c, s in near.items() if all(v <= 0 for name, v in s.constraints.items() if name != "min_speedup")]
+    only = [c for c in only if not too_slow(data, c)]
+    return max(only, key=lambda c: scores[c].value, default=None)
 
 
 def disqualified(data: StudyData, policy: Policy) -> set[str]:

@@ -61,11 +61,20 @@ def race(data: StudyData, slot: Slot, dropped: Collection[str] = ()) -> Race:
     least = data.space.objective.guard.min_speedup
     share = weights(data)
     overall = overall_figure([(share[level], mine[level]) for level in data.levels])
-    slow = [level for level in data.levels if least is not None and breaks(mine[level], math.log(least))]
+    slow = too_slow(data, slot.candidate_id)
     if not slow and not cannot_beat(overall, standing.overall(share)):
         return Race(data.levels)
     open_at = tuple(level for level in data.levels if not cannot_beat(mine[level], standing.at(level)))
     return Race(open_at) if open_at else Race((), _why(overall, standing.overall(share), slow, least))
+
+
+def too_slow(data: StudyData, candidate_id: str) -> list[int]:
+    """The levels at which a candidate is below what the guard on speed-ups asks for, beyond the noise of its pairs."""
+    least = data.space.objective.guard.min_speedup
+    if least is None:
+        return []
+    mine = figures(data, data.screened.get(candidate_id, ()))
+    return [level for level in data.levels if level in mine and breaks(mine[level], math.log(least))]
 
 
 def _why(overall: Figure, best: Figure | None, slow: list[int], least: float | None) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from tuner.records import Candidate
 from tuner.search.evidence import Evidence
-from tuner.search.guide import NEARLY, Costs, Goal, Suggestion, pays
+from tuner.search.guide import NEARLY, Costs, Goal, Scheduled, Suggestion, pays
 from tuner.space import Listed, Space
 from tuner.study.model_sampler import POOL, ModelSampler, evidence_of_trials
 from tuner.study.quiet_optuna import optuna
@@ -76,6 +76,7 @@ class Proposer:
         seed: the study's.
         universe: the candidates that may be launched, by id; None where they cannot be listed.
         legal: whether a candidate may be launched.
+        scheduled: of what schedule a candidate can be part, where the study tries such.
     """
 
     def __init__(
@@ -84,13 +85,14 @@ class Proposer:
         seed: int,
         universe: Mapping[str, Listed] | None,
         legal: Callable[[Candidate], bool] | None = None,
+        scheduled: Callable[[Candidate], Scheduled | None] | None = None,
     ) -> None:
         self.space = space
         self.seed = seed
         self.universe = universe
         self._model: ModelSampler | None = None
         if space.sampler == "model":
-            self._model = ModelSampler(space, seed=seed, universe=universe, legal=legal)
+            self._model = ModelSampler(space, seed=seed, universe=universe, legal=legal, scheduled=scheduled)
 
     @property
     def why(self) -> Suggestion | None:

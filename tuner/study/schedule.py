@@ -11,6 +11,7 @@ from typing import Any
 
 from tuner.engines.base import UNSET
 from tuner.engines.speculation import schedule as parse_schedule
+from tuner.judge.racing import SURE
 from tuner.records import Candidate, Setting, StoredBlock
 from tuner.search.crossing import (
     Change,
@@ -21,7 +22,9 @@ from tuner.search.crossing import (
     schedule,
 )
 from tuner.search.evidence import BLOCK_SD
+from tuner.search.guide import Scheduled
 from tuner.search.shape import shape_at
+from tuner.space import Space
 from tuner.space.space import SPECULATIVE
 from tuner.study.data import StudyData
 from tuner.study.planner import due_again
@@ -30,6 +33,10 @@ from tuner.study.wear import worn
 
 WORTH = 0.002
 """What a schedule must promise beyond the best candidate (log), or it is not tried."""
+
+GUESS_SD = 0.03
+"""Of plain decoding where only the baseline's is known (log): settings that have nothing to do with speculation may
+matter to it."""
 
 _BY_BATCH = ("num_steps", "disable_batch_threshold", "steps_by_batch")
 
@@ -59,28 +66,34 @@ def curves_of(data: StudyData) -> dict[Family, dict[int, Curve]]:
     that agree in what has nothing to do with speculation. A candidate that is told not to speculate at a level shows
     what its family does there without.
     """
-    seen: dict[Family, dict[tuple[int, int], list[_Log]]] = defaultdict(lambda: defaultdict(list))
-    plain: dict[Family, dict[int, list[_Log]]] = defaultdict(lambda: defaultdict(list))
+    seen, plain = _measured(data)
+    return {family: {**by_depth, 0: plain.get(plain_family(dict(family)), {})} for family, by_depth in seen.items()}
+
+
+def _measured(data: StudyData) -> tuple[dict[Family, dict[int, Curve]], dict[Family, Curve]]:
+    """The curves of those that speculate, by family and depth, and of plain decoding, by what is alike beside it."""
+    seen: dict[Family, dict[int, dict[int, list[_Log]]]] = {}
+    plain: dict[Family, dict[int, list[_Log]]] = {}
     sd = block_sd(data)
     found = [(pair.candidate_id, pair.concurrency, (pair.log_ratio, math.sqrt(2) * sd)) for pair in data.pairs]
     found += [(data.baseline.id, level, (0.0, 0.0)) for level in data.levels]
     found += [(candidate, load, (rate, sd)) for candidate, load, rate in _beside_changes(data)]
-    fixed: Mapping[str, Any] = data.space.args
     for candidate_id, level, log in found:
         settings = data.settings_of(candidate_id)
-        depth = shape_at({**fixed, **settings}, level).depth
+        depth = shape_at({**data.space.args, **settings}, level).depth
         if depth:
-            seen[family_of(settings)][depth, level].append(log)
+            curve = seen.setdefault(family_of(settings), {}).setdefault(depth, {})
         else:
-            plain[plain_family(settings)][level].append(log)
-    curves: dict[Family, dict[int, Curve]] = {}
-    for family, values in seen.items():
-        by_depth: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
-        for (depth, level), ratios in values.items():
-            by_depth[depth][level] = _mean(ratios)
-        by_depth[0] = {level: _mean(ratios) for level, ratios in plain[plain_family(dict(family))].items()}
-        curves[family] = dict(by_depth)
-    return curves
+            curve = plain.setdefault(plain_family(settings), {})
+        curve.setdefault(level, []).append(log)
+    return (
+        {family: {depth: _means(curve) for depth, curve in curves.items()} for family, curves in seen.items()},
+        {family: _means(curve) for family, curve in plain.items()},
+    )
+
+
+def _means(curve: Mapping[int, list[_Log]]) -> Curve:
+    return {level: _mean(logs) for level, logs in curve.items()}
 
 
 def _beside_changes(data: StudyData) -> list[tuple[str, int, float]]:
@@ -138,6 +151,8 @@ def planned(data: StudyData, legal: Callable[[Candidate], bool]) -> Planned | No
     """The untried schedule that promises most beyond the best candidate so far; None where none does.
 
     Its blocks at the measured levels lie on both sides of each of its changes, and so do its pairs in the confirmation.
+    Where nothing like a family was measured without speculation, plain decoding as the baseline has it stands in: the
+    schedule's own blocks then tell how good a guess that was.
     """
     weight = weights(data)
     guard = data.space.objective.guard.min_speedup
@@ -151,20 +166,44 @@ def planned(data: StudyData, legal: Callable[[Candidate], bool]) -> Planned | No
         settings = data.settings_of(trial.candidate_id)
         tried[family_of(settings)].add(tuple(shape_at({**data.space.args, **settings}, at).depth for at in data.levels))
     promised: list[tuple[float, Planned]] = []
-    for family, curves in curves_of(data).items():
+    seen, plain = _measured(data)
+    stand_in = {at: (mean, GUESS_SD) for at, (mean, _) in plain.get(plain_family(data.baseline.settings), {}).items()}
+    for family, by_depth in seen.items():
+        curves = {**by_depth, 0: {**stand_in, **plain.get(plain_family(dict(family)), {})}}
         text = schedule(curves, data.levels)
         chosen = best_depths(curves, data.levels)
         if text is None or set(chosen) != set(data.levels):
             continue
         ratios = {level: curves[depth][level][0] for level, depth in chosen.items()}
         value = math.fsum(weight[level] * ratio for level, ratio in ratios.items())
-        if value < max(best, 0.0) + WORTH or (guard is not None and min(ratios.values()) < math.log(guard)):
+        slow = guard is not None and any(
+            ratio + SURE * curves[chosen[level]][level][1] < math.log(guard) for level, ratio in ratios.items()
+        )
+        if value < max(best, 0.0) + WORTH or slow:
             continue
         if tuple(chosen[level] for level in data.levels) in tried[family]:
             continue  # what noise moves a change by between two levels is no other schedule
         made = [one for one in _candidates(dict(family), text, data.space.args) if legal(one)][:1]
         promised += [(value, Planned(one, family, changes(curves, data.levels), curves)) for one in made]
     return max(promised, key=lambda one: (one[0], one[1].candidate.id), default=(0.0, None))[1]
+
+
+def part_of(space: Space, legal: Callable[[Candidate], bool]) -> Callable[[Candidate], Scheduled | None]:
+    """Of which schedule a candidate can be part, for the search (see `planned`); None where none of it is legal."""
+    known: dict[Family, bool] = {}
+    turn = sorted(space.workload.concurrency)[1:2]
+
+    def part(one: Candidate) -> Scheduled | None:
+        family, plain = family_of(one.settings), plain_family(one.settings)
+        depth = max(shape_at({**space.args, **one.settings}, level).depth for level in space.workload.concurrency)
+        if not depth:
+            return Scheduled(plain, plain)
+        if family not in known:
+            made = [each for load in turn for each in _candidates(dict(family), f"1:{depth},{load}:0", space.args)]
+            known[family] = any(legal(each) for each in made)
+        return Scheduled(family, plain) if known[family] else None
+
+    return part
 
 
 def _candidates(settings: dict[str, Setting], text: str, fixed: Mapping[str, Any]) -> list[Candidate]:

@@ -13,7 +13,7 @@ import pytest
 from tests.tuner.study.toy_study import ToyMachine, controller, space, study
 from tuner.records import Failure
 from tuner.search.crashes import Crash, Crashes, Regions, crash_region
-from tuner.study.crashes import CrashMemory, crashes_seen, most_crashes
+from tuner.study.crashes import CrashMemory, Elsewhere, crashes_seen, most_crashes
 from tuner.study.policy import Policy
 
 SPACE = """
@@ -106,14 +106,63 @@ def test_crashes_of_other_studies_on_the_same_machine_count(tmp_path):
     folder = tmp_path / "second"
     folder.mkdir()
     second = study(folder, space(SPACE, "budget.launches=9"), "second").data()
-    assert len(memory.elsewhere(second)) == 2
-    region = crashes_seen(second, [*memory.elsewhere(second), Crash({"topk": 4, "backend": "b"}, "trial 7")])
+    elsewhere = memory.elsewhere(second)
+    assert elsewhere.crashed == elsewhere.telling
+    assert len(elsewhere.crashed) == 2
+    here = Crash({"topk": 4, "backend": "b"}, "trial 7")
     worked = ({"topk": 1, "backend": "a"}, {"topk": 2, "backend": "b"})
-    found = replace(region, worked=worked).region({"steps": 1, "topk": 8, "backend": "c"})
-    assert str(found) == "3 of 3 candidates with topk >= 4 crashed (study first, trial 7)"
-    assert memory.elsewhere(first) == (), "its own are in its records"
+    seen = replace(crashes_seen(second, elsewhere), crashed=(here,), worked=worked)
+    found = seen.region({"steps": 1, "topk": 8, "backend": "c"})
+    assert str(found) == "3 of 3 candidates with topk >= 4 crashed (trial 7, study first)"
+    assert memory.elsewhere(first) == Elsewhere(), "its own are in its records"
     other = study(folder, space(SPACE, "engine.model=other"), "other").data()
-    assert memory.elsewhere(other) == ()
+    assert memory.elsewhere(other) == Elsewhere()
+
+
+def test_what_worked_elsewhere_is_not_to_blame_for_what_crashed_there(tmp_path):
+    """As a space of another study has it: what all that crashed had in common worked there with other settings."""
+    memory = CrashMemory(tmp_path / "crashes.jsonl")
+    first = study(tmp_path, space(SPACE, "budget.launches=4"), "first").data()
+    made = type(first.baseline)
+    memory.works(first, made({"steps": 4, "topk": 2, "backend": "a"}))
+    assert not memory.path.exists(), "while nothing crashed there is nothing to keep"
+    for steps in (4, 5):
+        crash = Failure("startup_crash", "start", "it ended")
+        memory.remember(first, made({"steps": steps, "topk": 2, "backend": "c"}), crash)
+    folder = tmp_path / "second"
+    folder.mkdir()
+    second = study(folder, space(SPACE, "budget.launches=9"), "second").data()
+    like, unlike = {"steps": 5, "topk": 2, "backend": "a"}, {"steps": 4, "topk": 1, "backend": "c"}
+    worked_here = ({"backend": "b"},)  # nothing yet that has steps at all
+    before = replace(crashes_seen(second, memory.elsewhere(second)), worked=worked_here)
+    assert "topk >= 2" in str(before.region(like)) or "steps" in str(before.region(like))
+    for backend in "ab":
+        memory.works(first, made({"steps": 4, "topk": 2, "backend": backend}))
+        memory.works(first, made({"steps": 5, "topk": 2, "backend": backend}))
+    size = memory.path.stat().st_size
+    memory.works(first, made({"steps": 4, "topk": 2, "backend": "a"}))
+    assert memory.path.stat().st_size == size, "it is kept once"
+    after = replace(crashes_seen(second, memory.elsewhere(second)), worked=worked_here)
+    assert after.region(like) is None
+    assert "backend = c" in str(after.region(unlike))
+
+
+def test_from_crashes_beside_which_nothing_is_known_to_have_worked_no_region_is_learned(tmp_path):
+    """As earlier versions have kept them: the candidates themselves are left alone, and no others."""
+    memory = CrashMemory(tmp_path / "crashes.jsonl")
+    first = study(tmp_path, space(SPACE, "budget.launches=4"), "first").data()
+    for steps in (4, 5):
+        crashed = type(first.baseline)({"steps": steps, "topk": 2, "backend": "c"})
+        memory.remember(first, crashed, Failure("startup_crash", "start", "it ended"))
+    rows = [row for row in memory.path.read_text().splitlines() if '"worked"' not in row]
+    memory.path.write_text("\n".join(rows) + "\n")
+    folder = tmp_path / "second"
+    folder.mkdir()
+    second = study(folder, space(SPACE, "budget.launches=9"), "second").data()
+    elsewhere = memory.elsewhere(second)
+    assert (len(elsewhere.crashed), elsewhere.telling) == (2, ())
+    assert crashes_seen(second, elsewhere).region({"steps": 4, "topk": 2, "backend": "a"}) is None
+    assert memory.known(second, crashed)
 
 
 def test_the_share_of_crashes_that_a_search_pays_for_is_small():

@@ -15,7 +15,7 @@ from tuner.records import Failure
 from tuner.search.crashes import Crash
 from tuner.space import Space
 from tuner.space.space import SPECULATIVE
-from tuner.study.crashes import CrashMemory
+from tuner.study.crashes import CrashMemory, Elsewhere
 from tuner.study.data import Budget, StoredEvent
 from tuner.study.decide import recommendation
 from tuner.study.engine import illegal, launch_record
@@ -196,13 +196,14 @@ def test_the_model_does_not_end_the_search_before_plain_decoding_is_tried(tmp_pa
 
 
 def test_crashes_of_other_plain_candidates_do_not_keep_it_out(tmp_path) -> None:
-    class Elsewhere(CrashMemory):
+    class Memory(CrashMemory):
         def elsewhere(self, data):  # type: ignore[no-untyped-def]
-            return tuple(Crash({"speculation": "none", "threads": threads}) for threads in (2, 3))
+            crashed = tuple(Crash({"speculation": "none", "threads": threads}) for threads in (2, 3))
+            return Elsewhere(crashed, crashed)
 
     store = study(tmp_path, space(SPACE, *UNLISTED, "sampler=random"))
     machine = ToyMachine(speed=slow_drafts)
-    data = controller(store, machine, policy=Policy(pairs=1), crashes=Elsewhere(tmp_path / "crashes.jsonl")).run()
+    data = controller(store, machine, policy=Policy(pairs=1), crashes=Memory(tmp_path / "crashes.jsonl")).run()
     assert _kinds_of_plain(data) == ["measured"]
 
 
