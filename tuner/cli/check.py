@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tuner.cli import options
 from tuner.cli.console import say
+
+if TYPE_CHECKING:
+    from tuner.space import Space
 
 
 def command(
@@ -24,14 +27,17 @@ def command(
     from tuner.study.words import described
 
     space = read_space(file, tuple(overrides or ()), profile)
-    listed = space.listed()
-    count = f"{len(listed)} candidates" if listed is not None else "more candidates than can be listed"
+    count, none = _to_try(space)
     levels = ", ".join(map(str, space.workload.concurrency))
     pairs = planned_pairs(space.budget.launches, POLICIES[space.profile])
-    say(f"{file}: valid. {count}, {len(space.parameters)} parameters, {len(space.rules)} rules.")
+    parameters, rules = len(space.parameters), len(space.rules)
+    rest = f"{parameters} parameter{'s' * (parameters != 1)}, {rules} rule{'s' * (rules != 1)}"
+    say(f"{file}: valid. {count}, {rest}.")
     say(f"baseline: {described(space.baseline)}")
     say(f"workload: {space.workload.prompts}, {space.workload.max_tokens} tokens, concurrency {levels}")
     say(f"budget: {space.budget.launches} launches, {2 * pairs} of them to confirm the best ({space.profile} profile)")
+    if none:
+        say(f"note: {none}")
     for doubt in doubts(load_prompts(space.workload.prompts, split="all")):
         say(f"note: {doubt}")
     if pairs < 4:
@@ -50,3 +56,15 @@ def command(
     now = current_fingerprint(space)
     if asked := known_pairs(space, now):
         say(f"note: the calibration of this space asks for {asked} pairs, {2 * asked} launches of a new study")
+
+
+def _to_try(space: Space) -> tuple[str, str]:
+    """How many candidates there are beside the baseline, equal ones counted once; and a note where there are none."""
+    from tuner.study.plan import to_try
+    from tuner.study.session import engine_here
+
+    count = to_try(space, engine_here(space))
+    if count is None:
+        return "more candidates than can be listed", ""
+    none = "" if count else "nothing is left to try: every combination is ruled out, or is the baseline in effect"
+    return f"{count} candidate{'s' * (count != 1)} beside the baseline", none

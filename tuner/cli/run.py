@@ -221,7 +221,7 @@ def conclude(
         marked = " --allow-simulated" if found.simulated else ""
         say(f"Deploy {what:<14} tuner export {data.name} --format shell --output DIR{one}{marked}{where}")
         if found.overall.winner is None:
-            say(f"Search on:            tuner resume {data.name} --more 8{where}")
+            say(_search_on(data, where))
     if why := output_lost():
         complain(
             f"Standard output could not be written ({why}); the study was not harmed. Read it with: "
@@ -231,3 +231,12 @@ def conclude(
         none = f"None of {len(data.measured)} candidates could be compared with the baseline."
         complain(none if data.measured else f"No candidate was measured: {data.reason}.")
         raise typer.Exit(1)
+
+
+def _search_on(data: StudyData, where: str) -> str:
+    """How to go on where nobody has won: with more launches, or with more to try where all of it was tried."""
+    from tuner.study.planner import EVERYTHING
+
+    if not data.reason.startswith(EVERYTHING):
+        return f"Search on:            tuner resume {data.name} --more 8{where}"
+    return f"Search more:          tuner run FILE --study NEW --import {data.name}{where}, with more choices in FILE"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from tuner.records import Candidate, Choice, Pair, Recommendation, StoredBlock, 
 
 _UNQUIET = 0.3
 """Between the slowest and the fastest launch of one configuration; a quiet machine stays within a few per cent."""
+
+NEAR = math.log(0.95)
+"""Below this in the search a candidate is not worth a confirmation: one block is seldom off by more."""
 
 WORST_LEVEL = 0.97
 FULL_PAIRS = 8
@@ -254,6 +258,12 @@ def _why_nothing_confirmed(
     if any(p.role == "confirm" for p in pairs):
         return "no confirmation pair is valid: each has a block that failed a gate"
     if usable:
+        best = max(_in_the_search(usable).values())
+        if best < NEAR:
+            return (
+                "no candidate was confirmed, for none came near the baseline in the search: at the load where one came "
+                f"nearest it had {percent(math.exp(best))}"
+            )
         seen = detectable_gain(pair_sd((), [_series(p, blocks) for p in usable]), MIN_PAIRS)
         return (
             "not separated: no candidate was confirmed, and the search's own figures favour the lucky; at the noise "
@@ -262,6 +272,14 @@ def _why_nothing_confirmed(
     noun = "the only candidate" if others == 1 else f"none of {others} candidates"
     verb = "has no valid pair" if others == 1 else "has a valid pair"
     return f"no comparison possible: {noun} {verb} of blocks so far"
+
+
+def _in_the_search(pairs: Sequence[Pair]) -> dict[tuple[str, int], float]:
+    """(candidate, level) → the mean log ratio of its pairs."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for pair in pairs:
+        found.setdefault((pair.candidate_id, pair.concurrency), []).append(pair.log_ratio)
+    return {key: math.fsum(logs) / len(logs) for key, logs in found.items()}
 
 
 def _advice(

@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,6 +34,7 @@ MOST_SPEEDUP = 20.0
 """A guard beyond this is a percentage, or a slip."""
 
 EXHAUSTIVE = 50_000
+MOST_RULES = 3
 SAMPLES = 2_000
 
 
@@ -405,11 +407,22 @@ class Checker:
         others = [each.candidate for i, each in listed.items() if i != space.baseline.id]
         path: Path = ("rules",) if space.rules else ("parameters",)
         if not others:
-            self.report(path, "no candidate is left besides the baseline")
+            self.report(path, f"no candidate is left besides the baseline: {_why_none(space)}")
         elif engine is not None:
             refused = [problems(candidate) for candidate in others]
             if all(refused):
                 self.report(("parameters",), f"the engine takes none of the candidates: {refused[0][0]}")
+
+
+def _why_none(space: Space) -> str:
+    """What rules out every combination, the commonest first."""
+    combinations = space.combinations() or []
+    why = Counter(rule for each in combinations if (rule := space.forbidden(each.candidate)))
+    if not why:
+        return "the parameters make up no other"
+    said = "; ".join(f"{count} by: {rule}" for rule, count in why.most_common(MOST_RULES))
+    more = f"; {len(why) - MOST_RULES} more" if len(why) > MOST_RULES else ""
+    return f"of {len(combinations)} combinations, {said}{more}"
 
 
 def _misfit(rule: Expression, baseline: Mapping[str, Setting]) -> str | None:

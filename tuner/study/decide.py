@@ -11,10 +11,10 @@ from tuner.judge.pareto import front
 from tuner.judge.recommend import confirmed_verdicts as judged
 from tuner.judge.recommend import recommend
 from tuner.judge.verdict import overall_log_ratios, verdict
-from tuner.records import Block, Choice, Gate, Pair, Percentiles, Recommendation, Verdict
+from tuner.records import Block, Choice, Gate, Pair, Recommendation, Verdict
 from tuner.study.data import StudyData
 from tuner.study.edges import crossing_note
-from tuner.study.goodput import composites, nobody_keeps
+from tuner.study.goodput import composites, nobody_keeps, tpot_p90, unknown_limits
 from tuner.study.places import place_differences
 from tuner.study.planner import disqualified
 from tuner.study.policy import policy_of
@@ -53,6 +53,7 @@ def recommendation(data: StudyData) -> Recommendation:
         for (candidate, level), why in _spoiled(data).items()
     ]
     notes += _baseline_too_slow(data)
+    notes += _not_held(data)
     notes += quality_notes(data)
     notes += [each.sentence for each in place_differences(data)]
     notes += _objective_notes(data)
@@ -149,14 +150,14 @@ class _Guard:
     key: str
     said: str
     limit_ms: float
-    of: Callable[[Block], Percentiles]
+    of: Callable[[Block], float | None]
 
 
 def _guards(data: StudyData) -> list[_Guard]:
     guard = data.space.objective.guard
     found = [
-        ("ttft_p90_ms", "the time to the first token", guard.ttft_p90_ms, lambda block: block.ttft_ms),
-        ("tpot_p90_ms", "the time for each further token", guard.tpot_p90_ms, lambda block: block.tpot_ms),
+        ("ttft_p90_ms", "the time to the first token", guard.ttft_p90_ms, lambda block: block.ttft_ms.p90),
+        ("tpot_p90_ms", "the time for each further token", guard.tpot_p90_ms, tpot_p90),
     ]
     return [_Guard(key, said, limit, of) for key, said, limit, of in found if limit is not None]
 
@@ -204,7 +205,7 @@ def _spoiled(data: StudyData) -> dict[tuple[str, int], str]:
 
 def _p90(guard: _Guard, blocks: Sequence[Block]) -> float:
     """The median over blocks; 0 where none tells."""
-    told = [p90 for block in blocks if (p90 := guard.of(block).p90) is not None]
+    told = [p90 for block in blocks if (p90 := guard.of(block)) is not None]
     return median(told) if told else 0.0
 
 
@@ -222,6 +223,18 @@ def _baseline_too_slow(data: StudyData) -> list[str]:
         for level, blocks in sorted(mine.items())
         if _p90(guard, blocks) > guard.limit_ms
     ]
+
+
+def _not_held(data: StudyData) -> list[str]:
+    """What the objective limits and no block of the study tells."""
+    blocks = [stored.block for stored in data.blocks.values() if stored.block.valid]
+    if not blocks:
+        return []
+    unknown = [f"guard.{guard.key}" for guard in _guards(data) if all(guard.of(block) is None for block in blocks)]
+    slo = data.space.objective.slo
+    unknown += [f"slo.{name}" for name in (unknown_limits(blocks, slo) if slo is not None else ())]
+    why = ": blocks of a virtual clock have no latencies (simulation.clock: real has)" if data.simulated else ""
+    return [f"Nothing was held against objective.{name}, for no block tells that latency{why}." for name in unknown]
 
 
 def verdicts_of(found: Recommendation) -> list[Verdict]:

@@ -25,11 +25,21 @@ def keeps(block: Block, slo: SloSection) -> bool:
 
 def _told(block: Block, slo: SloSection) -> list[tuple[str, float, float]]:
     """Name, p90 and limit of every latency that is limited and known, in milliseconds."""
-    tpot = block.tpot_ms.p90
-    if tpot is None and block.per_stream_tokens_per_s > 0:
-        tpot = 1000 / block.per_stream_tokens_per_s
-    p90 = {"ttft_ms": block.ttft_ms.p90, "tpot_ms": tpot, "e2e_ms": block.e2e_ms.p90}
+    p90 = {"ttft_ms": block.ttft_ms.p90, "tpot_ms": tpot_p90(block), "e2e_ms": block.e2e_ms.p90}
     return [(name, ms, most) for name, most in slo if most is not None and (ms := p90[name]) is not None]
+
+
+def tpot_p90(block: Block) -> float | None:
+    """p90 of the time per token, in milliseconds; its mean where that is not known, which throughput tells."""
+    if block.tpot_ms.p90 is None and block.per_stream_tokens_per_s > 0:
+        return 1000 / block.per_stream_tokens_per_s
+    return block.tpot_ms.p90
+
+
+def unknown_limits(blocks: Iterable[Block], slo: SloSection) -> list[str]:
+    """The limits that none of the blocks can be held against."""
+    told = {name for block in blocks for name, _, _ in _told(block, slo)}
+    return [name for name, most in slo if most is not None and name not in told]
 
 
 def goodput(blocks: Iterable[Block], slo: SloSection) -> float:

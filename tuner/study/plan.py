@@ -116,6 +116,7 @@ def plan(
     pace = Pace(timing.startup_s, slot_s, levels * candidate_block_s(space, policy, timing))
     whole = ahead(budget, policy, space.profile, levels, scope, pace)
     notes = _notes(space, found, policy, whole, pace) + _plain(space, engine) + _beside_changes(space, hot, timing)
+    notes += _not_held(space)
     return Plan(
         combinations=found.combinations,
         merged=found.merged,
@@ -132,6 +133,11 @@ def plan(
         timing=timing,
         notes=notes,
     )
+
+
+def to_try(space: Space, engine: StudyEngine) -> int | None:
+    """Candidates that differ from the baseline and from one another in effect; None where they cannot be listed."""
+    return _Candidates(space, engine, Elsewhere()).legal
 
 
 def candidate_block_s(space: Space, policy: Policy, timing: Timing) -> float:
@@ -202,6 +208,21 @@ def _beside_changes(space: Space, hot: frozenset[str], timing: Timing) -> tuple[
     return (
         f"not counted: up to {most} blocks ({most * timing.block_s / 60:.0f} min) between two levels where the best "
         "depth changes, to find the load at which it should",
+    )
+
+
+def _not_held(space: Space) -> tuple[str, ...]:
+    """Limits of the objective that a virtual clock cannot be held against."""
+    if space.simulation is None or space.simulation.clock != "virtual":
+        return ()
+    guard, slo = space.objective.guard, space.objective.slo
+    named = ["guard.ttft_p90_ms"] if guard.ttft_p90_ms is not None else []
+    named += [f"slo.{name}" for name, most in slo or () if most is not None and name != "tpot_ms"]
+    if not named:
+        return ()
+    said = " and ".join(f"objective.{name}" for name in named)
+    return (
+        f"nothing is held against {said}: blocks of a virtual clock have no latencies (simulation.clock: real has)",
     )
 
 

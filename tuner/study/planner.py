@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tuner.bench.gates import ENVIRONMENT_GATES
+from tuner.judge.recommend import NEAR
 from tuner.launch.kinds import KINDS
 from tuner.records import SEARCH, Failure, Gate
 from tuner.study.canary import answers
@@ -30,12 +31,11 @@ from tuner.study.score import Score, has_goodput, late_at, level_ratios, score
 from tuner.study.signature import signature
 from tuner.study.wear import unworn, worn
 
-CONFIRM_FROM = math.log(0.95)
-"""A screening score below this is not worth a confirmation: one block is seldom off by more."""
-
-
 WORTH = math.log(1.01)
 """A gain in the search that is worth having."""
+
+EVERYTHING = "every candidate of the space has been tried"
+"""Why a search ended that more launches would not help."""
 
 STRAY = 2
 """Proposals in a row, in the reach of a launch that is up, that needed no measuring: then one that has not been tried
@@ -568,7 +568,7 @@ def search_over(data: StudyData, policy: Policy, *, exhausted: bool, needs: int 
         kept = kept if reserve else ""
         return f"{used} of {data.budget.launches} launches used{kept}"
     if exhausted:
-        return "every candidate of the space has been tried"
+        return EVERYTHING
     if said := fruitless(data):
         return said
     if (unused := idle(data)) >= policy.max_idle_trials:
@@ -752,7 +752,7 @@ def finalists(data: StudyData, policy: Policy, pairs: int) -> tuple[str, ...]:
     scores = {c: s for c, s in scores.items() if s.constraints["launch"] <= 0 and c not in dropped}
     scores = {c: unworn(data, c, s) for c, s in scores.items()}
     able = {c: s for c, s in scores.items() if all(v <= 0 for v in s.constraints.values()) and has_goodput(data, c)}
-    overall = [c for c, s in able.items() if s.value > CONFIRM_FROM]
+    overall = [c for c, s in able.items() if s.value > NEAR]
     chosen = [max(overall, key=lambda c: scores[c].value)] if overall else []
     best = max((scores[c].value for c in chosen), default=0.0)
     if (close := _nearly_able(data, scores, able)) and scores[close].value > max(best, 0.0):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tuner.records import Block, Pair, StoredBlock
 from tuner.study.data import Slot, StudyData
-from tuner.study.goodput import best_level, log_gain
+from tuner.study.goodput import best_level, log_gain, tpot_p90
 
 PESSIMISTIC = math.log(0.5)
 """What a candidate without a score is told to have: half the baseline's throughput, finite so that models stay sane."""
@@ -184,7 +184,7 @@ def _excesses(data: StudyData, pairs: Iterable[Pair]) -> dict[str, dict[int, flo
         found["ttft_p90"] = {level: _excess(block.ttft_ms.p90, limit) for level, block in last.items()}
     if guard.tpot_p90_ms is not None:
         limit = guard.tpot_p90_ms
-        found["tpot_p90"] = {level: _excess(block.tpot_ms.p90, limit) for level, block in last.items()}
+        found["tpot_p90"] = {level: _excess(tpot_p90(block), limit) for level, block in last.items()}
     return found
 
 

@@ -94,7 +94,6 @@ def read_space(path_or_name: str, overrides: tuple[str, ...] = (), profile: str 
 def outlook(space: Space) -> Plan:
     """What a new study of this space would come to here. Starts nothing; an engine that is not here is no hindrance."""
     from tuner.bench.plan import window_plan
-    from tuner.engines.base import get_engine
     from tuner.engines.simulated.blocks import BLOCK_S, LAUNCH_S, WARMUP_S
 
     earlier = []
@@ -111,12 +110,19 @@ def outlook(space: Space) -> Plan:
     timing = timing_of(earlier, space, windows.estimate_s(), windows.warmup_s)
     if virtual(space):
         timing = Timing(LAUNCH_S, BLOCK_S, "of the simulation's virtual clock", WARMUP_S)
-    engine = on_gpus(get_engine(space.kind), fabric_here(space))
+    engine = engine_here(space)
     try:
         now: dict[str, Any] = current_fingerprint(space)
     except (UsageError, EnvironmentBroken):
         return plan(space, engine, timing)
     return plan(space, engine, timing, pairs=known_pairs(space, now), crashed=CrashMemory().of(space, now))
+
+
+def engine_here(space: Space) -> StudyEngine:
+    """The engine of a space, with what is known of the GPUs here; it need not be installed."""
+    from tuner.engines.base import get_engine
+
+    return on_gpus(get_engine(space.kind), fabric_here(space))
 
 
 MOST_EARLIER = 20

@@ -51,7 +51,7 @@ def whole(name: str) -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ("rules: [{forbid: num_steps >= 1, because: none may}]\n", "no candidate is left besides the baseline"),
+        ("rules: [{forbid: num_steps >= 1, because: none may}]\n", "by: none may (rule: num_steps >= 1)"),
         (
             "objective: {maximize: goodput, slo: {ttft_ms: 100}, guard: {ttft_p90_ms: 50}}\n",
             "contradicts slo.ttft_ms 100",

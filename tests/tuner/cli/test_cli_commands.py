@@ -270,7 +270,7 @@ def test_an_unknown_study_is_answered_with_the_nearest(machine):
 def test_check_says_what_would_be_tried(machine):
     result = tuner("check", "toy.yaml")
     assert result.exit_code == 0
-    assert "valid. 8 candidates" in result.stdout
+    assert "valid. 7 candidates beside the baseline, 3 parameters, 1 rule." in result.stdout
     result = tuner("check", "toy.yaml", "--set", "parameters.num_steps.high=0")
     bad(result, "low 1 is above high 0")
 

@@ -1,4 +1,5 @@
 import json
+import math
 
 import numpy as np
 import pytest
@@ -35,6 +36,16 @@ def test_what_only_the_search_saw_names_no_winner():
     assert found.per_concurrency[0].baseline_tokens_per_s == pytest.approx(100)
     assert "not separated: no candidate was confirmed" in found.overall.why
     assert "would show a gain of +" in found.overall.why
+
+
+def test_where_none_came_near_the_baseline_that_is_said_and_no_noise_is_blamed():
+    found = Study().add(FAST, 8, [math.log(0.6)] * 2, role="screen").recommend(ONE)
+    assert found.overall.winner is None
+    assert (
+        "none came near the baseline in the search: at the load where one came nearest it had −40.0 %"
+        in found.overall.why
+    )
+    assert "not separated" not in found.overall.why
 
 
 def test_an_invalid_block_makes_no_winner():

@@ -23,6 +23,7 @@ from tuner.search.shape import PLAIN, Shape, shape_at
 from tuner.search.surrogate import Surrogate, spread
 from tuner.space import parse_space
 from tuner.space.space import visible
+from tuner.study.schedule import part_of
 
 SPACE = parse_space(
     """
@@ -223,6 +224,70 @@ def test_a_server_is_not_left_for_a_gain_that_is_not_worth_the_way_back() -> Non
     found = chosen.suggest(evidence, everything, goal, dear)
     assert found is not None
     assert found.candidate.settings["flag"] == "b"
+
+
+def test_where_launches_are_scarce_none_is_made_for_what_it_may_teach_alone() -> None:
+    """A search that expects nothing any more goes on with what is in reach, and leaves it when that is used up."""
+    candidates = tuple(Candidate({"flag": flag, "n": n}) for flag in "ab" for n in range(8))
+    chosen, seen = Guide(candidates, candidates[0], (1, 8)), candidates[:6]
+    slower = [Measurement(c, at, 100.0 * at * (1 - 0.15 * c.settings["n"])) for c in seen for at in (1, 8)]  # type: ignore[operator]
+    slower += [Measurement(candidates[8], at, 70.0 * at) for at in (1, 8)]
+    evidence, goal = Evidence(tuple(slower)), Goal((0.5, 0.5))
+    tried = {c.id for c in (*seen, candidates[8])}
+    here = Costs(launch_s=6.0, blocks_s=60.0, hot=frozenset({"n"}), running=candidates[0].settings)
+
+    def flags(costs: Costs) -> list[str]:
+        """Of what is suggested one after the other, while nothing new is learned."""
+        known, found = set(tried), []
+        while (one := chosen.suggest(evidence, known, goal, costs)) is not None:
+            assert not pays(one)
+            known.add(one.candidate.id)
+            found.append(str(one.candidate.settings["flag"]))
+        return found
+
+    assert flags(here)[0] == "b"
+    assert flags(replace(here, scarce=True)) == ["a"] * 2 + ["b"] * 7
+
+
+def test_a_tree_that_loses_overall_is_tried_where_a_schedule_would_make_something_of_it() -> None:
+    """It is the best at one request, and slow at thirty: between it and plain decoding a schedule changes."""
+    the_space = parse_space(
+        """
+name: trees
+engine: {kind: simulated, model: any, args: {tp: 8}}
+workload: {concurrency: [1, 30]}
+baseline: {speculation: none}
+parameters:
+  speculation: {choices: [none, eagle3]}
+  num_steps: {low: 1, high: 4, when: speculation != 'none'}
+  topk: {choices: [1, 4], when: speculation == 'eagle3'}
+""",
+        source="trees.yaml",
+    )
+    candidates = tuple(listed.candidate for listed in (the_space.listed() or {}).values())
+    chains = [c for c in candidates if c.settings.get("topk") == 1]
+    draw = random.Random(1)
+    told = [m for c in (the_space.baseline, *chains) for m in measured(c, simulated, draw) if m.level in (1, 30)]
+    evidence, tried = Evidence(tuple(told)), {the_space.baseline.id, *(c.id for c in chains)}
+    legal = {"chains": lambda one: one.settings.get("topk") == 1, "all": lambda _: True}
+    parts = {None: None, **{name: part_of(the_space, rule) for name, rule in legal.items()}}
+    found = {
+        name: Guide(candidates, the_space.baseline, (1, 30), visible(the_space.args), scheduled=part).suggest(
+            evidence, tried, Goal((0.5, 0.5))
+        )
+        for name, part in parts.items()
+    }
+    assert not pays(found[None])
+    assert not pays(found["chains"]), "no schedule of a tree may be launched"
+    best = found["all"]
+    assert best is not None
+    assert pays(best)
+    assert best.candidate.settings["topk"] == 4
+    assert best.expected < -0.2, "it loses as it is"
+    # What is known of the tree by then leaves nothing more to expect.
+    more = [m for m in measured(best.candidate, simulated, draw) if m.level in (1, 30)]
+    tree = Guide(candidates, the_space.baseline, (1, 30), visible(the_space.args), scheduled=parts["all"])
+    assert not pays(tree.suggest(Evidence((*told, *more)), {*tried, best.candidate.id}, Goal((0.5, 0.5))))
 
 
 def test_a_launch_that_serves_the_baseline_begins_with_its_turn() -> None:

@@ -18,12 +18,13 @@ from tuner.report.html import html
 from tuner.report.markdown import markdown
 from tuner.report.view import study_view
 from tuner.space.schema import SloSection
+from tuner.study.data import StoredTrial
 from tuner.study.decide import pareto_set, recommendation
 from tuner.study.goodput import goodput, keeps
 from tuner.study.planner import finalists, without_gain
 from tuner.study.policy import Policy
-from tuner.study.race import race
-from tuner.study.score import weights
+from tuner.study.race import race, too_slow
+from tuner.study.score import score, weights
 
 
 def crossing(settings, level):  # type: ignore[no-untyped-def]
@@ -74,6 +75,45 @@ def test_where_nobody_has_goodput_only_the_best_at_each_level_are_confirmed(tmp_
     order = sorted(data.trials, key=lambda trial: trial.kind != "baseline" and steps[trial.candidate_id] not in (2, 3))
     chosen = finalists(replace(data, trials=tuple(order), confirmations=()), Policy(), 4)
     assert sorted(steps[candidate] for candidate in chosen) == [1, 4]
+
+
+def test_who_misses_the_guard_within_noise_is_confirmed_and_who_misses_it_by_more_is_not(tmp_path: Path) -> None:
+    """One block says no more; the confirmation's pairs decide."""
+    data = replace(searched(tmp_path, "objective.guard.min_speedup=0.5"), confirmations=())
+    best = max(data.scored, key=lambda trial: score(data, trial.candidate_id).value)
+    least = math.exp(min(score(data, best.candidate_id).ratios.values()))
+
+    alone = (data.trials[0], *(trial for trial in data.trials if trial.candidate_id == best.candidate_id))
+
+    def chosen(guard: float, most: int, trials: tuple[StoredTrial, ...] = data.trials) -> tuple[str, ...]:
+        of = space(SPACE, f"objective.guard.min_speedup={guard}", "budget.launches=100")
+        again = replace(data, space=of, trials=trials)
+        assert (score(again, best.candidate_id).constraints["min_speedup"] > 0) == (guard > least)
+        return finalists(again, Policy(max_finalists=most), 4)
+
+    assert chosen(least - 0.01, 1) == (best.candidate_id,)
+    keeps_it, close = chosen(least + 0.01, 2)
+    assert close == best.candidate_id, "behind the best that keeps the guard"
+    assert keeps_it != close
+    assert chosen(least + 0.01, 1, alone) == (best.candidate_id,), "nobody else promises anything"
+    assert not too_slow(
+        replace(data, space=space(SPACE, f"objective.guard.min_speedup={least + 0.01}")), best.candidate_id
+    )
+    assert too_slow(replace(data, space=space(SPACE, f"objective.guard.min_speedup={least + 0.3}")), best.candidate_id)
+
+
+def test_a_limit_that_no_block_tells_is_named_and_the_mean_time_per_token_stands_in(tmp_path: Path) -> None:
+    data = searched(tmp_path, "objective.guard.ttft_p90_ms=1000", "objective.guard.tpot_p90_ms=1000")
+    blind = Percentiles(0, None, None, None, None)
+    blocks = {i: replace(b, block=replace(b.block, ttft_ms=blind, tpot_ms=blind)) for i, b in data.blocks.items()}
+    told, untold = recommendation(data).advice, recommendation(replace(data, blocks=blocks)).advice
+    assert not any("was held against" in line for line in told)
+    assert [line for line in untold if "was held against" in line] == [
+        "Nothing was held against objective.guard.ttft_p90_ms, for no block tells that latency."
+    ]
+    slow = space(SPACE, "objective.guard.tpot_p90_ms=0.001", "budget.launches=100")
+    strict = replace(data, blocks=blocks, space=slow)
+    assert all(score(strict, t.candidate_id).constraints["tpot_p90"] > 0 for t in strict.scored if t.kind == "measured")
 
 
 def test_an_objective_of_one_level_gives_it_all_weight(tmp_path: Path) -> None:

@@ -70,6 +70,38 @@ def test_hot_settings_save_launches_and_where_none_is_hot_each_candidate_takes_o
     assert hot.launches <= 40
 
 
+@pytest.mark.parametrize(("baseline", "launches"), [("{speculation: none, threads: 1}", 1), ("{speculation: none}", 2)])
+def test_a_launch_is_counted_for_what_the_baselines_server_cannot_become(baseline: str, launches: int):
+    parameters = (
+        "parameters={speculation: {choices: [none, ngram]}, num_steps: {low: 1, high: 3}, threads: {choices: [1]}}"
+    )
+    the_space = space(SPACE, f"baseline={baseline}", parameters, "budget.launches=40")
+    found = plan(the_space, HotEngine(), TIMING)
+    assert found.groups == 1
+    assert found.search == launches
+    assert found.saved == found.candidates - (launches - 1)
+
+
+def test_limits_that_a_virtual_clock_cannot_be_held_against_are_named():
+    simulated = "simulation={profile: pcie_blackwell_8gpu_70b, clock: virtual}"
+    text = """
+name: limited
+engine: {kind: simulated, model: any, args: {tp: 8}}
+workload: {concurrency: [1, 8]}
+baseline: {speculation: none}
+parameters:
+  speculation: {choices: [none, ngram]}
+"""
+    for objective, told in (
+        ("objective={guard: {ttft_p90_ms: 5}}", "objective.guard.ttft_p90_ms"),
+        ("objective={maximize: goodput, slo: {tpot_ms: 50, e2e_ms: 5000}}", "objective.slo.e2e_ms"),
+        ("objective={guard: {tpot_p90_ms: 5}}", ""),  # throughput tells its mean
+    ):
+        the_space = parse_space(text, source="limited.yaml", overrides=(simulated, objective))
+        notes = [note for note in plan(the_space, get_engine("simulated"), TIMING).notes if "held against" in note]
+        assert [note.partition(":")[0] for note in notes] == ([f"nothing is held against {told}"] if told else [])
+
+
 def test_blocks_beside_a_change_of_depth_are_told_where_there_may_be_any():
     for levels, engine, told in (
         ("[1, 8]", HotEngine(), True),
