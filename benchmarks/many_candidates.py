@@ -30,8 +30,10 @@ from tuner.records import LaunchRecord
 from tuner.space import Space, parse_space
 from tuner.study import tables as t
 from tuner.study.data import Budget, Slot
+from tuner.study.engine import illegal
 from tuner.study.evidence import Reader, costs_of, evidence_of, goal_of
 from tuner.study.sampler import Proposal, Proposer, proposal_of
+from tuner.study.schedule import part_of
 from tuner.study.score import FAILED, Score
 from tuner.study.session import current_fingerprint
 from tuner.study.store import StudyStore, create_study, open_study
@@ -230,7 +232,8 @@ def resumed(url: str, folder: Path) -> dict[str, float]:
     worker._next(worker._recover())
     ready_s = time.perf_counter() - began
     listed = data.space.listed()
-    proposer, reader = Proposer(data.space, data.seed, listed), Reader()
+    part = part_of(data.space, lambda one: illegal(data.space, engine, one) is None)
+    proposer, reader = Proposer(data.space, data.seed, listed, None, part), Reader()
 
     def suggest() -> None:
         tried = [trial.candidate_id for trial in data.trials]

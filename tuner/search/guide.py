@@ -292,9 +292,13 @@ class Guide:
         best = float((known[np.unique(family[measured])] @ weights).max(initial=best_value))
         leads = np.maximum(np.maximum(known[family[some]], gains[plain[some]]), gains[some])
         promised = leads @ weights - best
+        worth = np.flatnonzero(promised * works[some] >= NEARLY)
+        if not len(worth):
+            return None
+        some, promised = some[worth], promised[worth]
         each = promised * works[some] / (2 * np.array([costs.of(self.candidates[i].settings) for i in some]))
         pick = int(np.argmax(each))
-        if promised[pick] * works[some[pick]] < NEARLY or each[pick] <= least:
+        if each[pick] <= least:
             return None
         index = some[pick]
         sd = spread(self.surrogate(evidence).covariances(np.array([index]), base), goal.weights)

@@ -190,18 +190,25 @@ def planned(data: StudyData, legal: Callable[[Candidate], bool]) -> Planned | No
 
 def part_of(space: Space, legal: Callable[[Candidate], bool]) -> Callable[[Candidate], Scheduled | None]:
     """Of which schedule a candidate can be part, for the search (see `planned`); None where none of it is legal."""
-    known: dict[Family, bool] = {}
+    legal_of: dict[Family, bool] = {}
+    known: dict[str, Scheduled | None] = {}
     turn = sorted(space.workload.concurrency)[1:2]
 
-    def part(one: Candidate) -> Scheduled | None:
+    def found(one: Candidate) -> Scheduled | None:
         family, plain = family_of(one.settings), plain_family(one.settings)
-        depth = max(shape_at({**space.args, **one.settings}, level).depth for level in space.workload.concurrency)
+        settings = {**space.args, **one.settings}
+        depth = max(shape_at(settings, level).depth for level in space.workload.concurrency)
         if not depth:
             return Scheduled(plain, plain)
-        if family not in known:
+        if family not in legal_of:
             made = [each for load in turn for each in _candidates(dict(family), f"1:{depth},{load}:0", space.args)]
-            known[family] = any(legal(each) for each in made)
-        return Scheduled(family, plain) if known[family] else None
+            legal_of[family] = any(legal(each) for each in made)
+        return Scheduled(family, plain) if legal_of[family] else None
+
+    def part(one: Candidate) -> Scheduled | None:
+        if one.id not in known:
+            known[one.id] = found(one)
+        return known[one.id]
 
     return part
 
