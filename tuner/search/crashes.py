@@ -4,7 +4,8 @@ What crashes is nearly always a conjunction of a few conditions (this backend wi
 
 A `Region` is ruled out: one or two conditions on settings ("topk >= 4", "backend = x"), with bounds that crashes have
 set, where enough candidates crashed and none worked: two for one condition, three for two, since with two a region is
-soon found that fits by chance. Each condition must matter, so that something works where it alone is not met. One
+soon found that fits by chance; one more where all of them did so in other studies, which may never have tried what
+works. Each condition must matter, so that something works where it alone is not met. One
 failure rules nothing out but its own candidate, and one candidate that works opens a region again.
 
 Elsewhere there is a chance (`Crashes.works`). All conjunctions of up to three conditions are held at once; a candidate
@@ -59,10 +60,11 @@ MOST_TAUGHT = 1500
 
 @dataclass(frozen=True)
 class Crash:
-    """Settings that crashed, and where that was learned: a trial, or another study."""
+    """Settings that crashed, and where that was learned: a trial, or another study (`elsewhere`)."""
 
     settings: Mapping[str, Any]
     source: str = ""
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ class Regions:
         crashes, works = (bad.T @ bad).astype(int), (good.T @ good).astype(int)
         needed = np.full_like(crashes, NEED_TWO)
         np.fill_diagonal(needed, NEED_ONE)
+        own = bad[[not each.elsewhere for each in crashed]]
+        needed += (own.T @ own).astype(int) == 0
         alone = np.diag(works)
         matters = (alone[:, None] > 0) & (alone[None, :] > 0)
         np.fill_diagonal(matters, len(good) >= NEED_ONE)

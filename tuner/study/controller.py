@@ -546,12 +546,15 @@ class Controller:
         space, fixed = data.space, None
         if (plain := self._within_reach(data, step, self._plain(data))) is not None:
             return in_space(space, plain)[0] or Proposal(plain, {}, {}), True
-        if step.within is None and (canary := next_canary(data, self._canaries, self._proofs(data))):
+        by_batch = self._schedule(data, step)
+        # What the server that is up can become comes before what takes it down.
+        stays = by_batch is not None and self._serves_now(data, by_batch.candidate)
+        if step.within is None and not stays and (canary := next_canary(data, self._canaries, self._proofs(data))):
             return proposal_of(space, canary), False
         if step.within is not None:
             launched = data.candidates[data.launch[step.within].slot.candidate_id]
             fixed = cold_values(space, self._hot, launched)
-        if (by_batch := self._schedule(data, step)) is not None:
+        if by_batch is not None:
             tried_next = by_batch.candidate
             self._say("schedule", f"the blocks ask for other depths at other loads: trying {described(tried_next)}")
             return Proposal(tried_next, {}, {}), False
@@ -598,9 +601,14 @@ class Controller:
             return True
         if not hot_in(data, self._hot):
             return search_over(data, self.policy, exhausted=False, needs=KEPT + 1) is not None
-        if launches_left(data, self.policy) < 1 and self._exhausted_here(data):
-            return True
+        if launches_left(data, self.policy) <= 1:
+            return True  # the server that is up, and another one: who leaves this one does not come back to it
         return search_over(data, self.policy, exhausted=False, needs=0, candidates=KEPT + 1) is not None
+
+    def _serves_now(self, data: StudyData, candidate: Candidate) -> bool:
+        """Whether the launch that the search is at can serve a candidate."""
+        launch = group(data, self.place) if hot_in(data, self._hot) else None
+        return launch is not None and self._in_reach(data, launch.id, candidate)
 
     def _plain(self, data: StudyData) -> Candidate | None:
         """Plain decoding, where it is still to be tried beside a baseline that speculates."""

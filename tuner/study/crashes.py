@@ -133,7 +133,9 @@ class CrashMemory:
         worked = [entry for entry in others if _worked(entry)]
         tells = {entry["uid"] for entry in worked}
         crashed = [
-            (entry["uid"], Crash(entry["settings"], f"study {entry['study']}")) for entry in others if _crashed(entry)
+            (entry["uid"], Crash(entry["settings"], f"study {entry['study']}", elsewhere=True))
+            for entry in others
+            if _crashed(entry)
         ]
         return Elsewhere(
             tuple(crash for _, crash in crashed),
@@ -224,16 +226,24 @@ def _lines(text: str) -> Iterator[dict[str, Any]]:
             entry = json.loads(line)
         except ValueError:
             continue  # torn by a kill
-        if isinstance(entry, dict) and (_crashed(entry) or _worked(entry)):
+        if isinstance(entry, dict) and _plausible(entry) and (_crashed(entry) or _worked(entry)):
             yield entry
 
 
 def _crashed(entry: Mapping[str, Any]) -> bool:
-    return entry.keys() >= {"key", "uid", "study", "kind", "message"}
+    return all(isinstance(entry.get(name), str) for name in ("key", "uid", "study", "kind", "message"))
 
 
 def _worked(entry: Mapping[str, Any]) -> bool:
-    return entry.get("worked") is True and entry.keys() >= {"uid", "study", "context", "settings"}
+    named = all(isinstance(entry.get(name), str) for name in ("uid", "study", "context"))
+    return entry.get("worked") is True and named and "settings" in entry
+
+
+def _plausible(entry: Mapping[str, Any]) -> bool:
+    """Whether settings and context are such, where there are any: others may have written to the file."""
+    settings, context = entry.get("settings", {}), entry.get("context", "")
+    values = settings.values() if isinstance(settings, dict) else (None,)
+    return isinstance(context, str) and all(isinstance(value, (bool, int, float, str)) for value in values)
 
 
 def _key(data: StudyData, candidate: Candidate, *, under_load: bool) -> str:

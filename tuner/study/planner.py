@@ -233,11 +233,10 @@ def _next_step(data: StudyData, policy: Policy, now: _Now) -> Step:
             return TakeOver(trial.number, _fresh_repetition(data, trial))
     if (step := _round(data, policy, now)) is not None:
         return step
-    due = baseline_due(data, now)
-    refresh = _measure(data, policy, due, now) if due is not None else None
+    refresh = _refresh(data, policy, now)
     here = bool(now.hot) and not now.exhausted_here
     serves = here and now.running is not None and not worn(data, now.running.launch.id)
-    needs = 2 if refresh else 0 if serves else 1
+    needs = 2 if _starts(refresh) else 0 if serves else 1
     pending = sum(not data.launched_for.get(trial.slot) for trial in running)  # begun elsewhere, about to launch
     over = search_over(data, policy, exhausted=now.exhausted, needs=needs and needs + pending)
     if over is None:
@@ -249,13 +248,32 @@ def _next_step(data: StudyData, policy: Policy, now: _Now) -> Step:
     return _confirm(data, policy, over)
 
 
+def _refresh(data: StudyData, policy: Policy, now: _Now) -> Step | None:
+    """The screening of the baseline that comes before the next candidate; None where none is due.
+
+    One that needs a launch is done without where that would be the last, or none is left, and there is an earlier one:
+    a candidate is compared with that, and is worth more.
+    """
+    due = baseline_due(data, now)
+    step = _measure(data, policy, due, now) if due is not None else None
+    if not _starts(step) or launches_left(data, policy) >= 2:
+        return step
+    begun = baselines_at(data, now.place)
+    known = bool(begun) and all(data.block(begun[0], level) is not None for level in data.levels)
+    return None if known else step
+
+
+def _starts(step: Step | None) -> bool:
+    """Whether a step launches a server."""
+    return isinstance(step, Launch) or (isinstance(step, Measure) and step.on is None)
+
+
 def _within_budget(data: StudyData, policy: Policy, trial: StoredTrial, step: Step) -> Step:
     """A step of a trial, unless it takes a launch that the search has no more: whatever failed before, none is lent it.
 
     The trial ends then without a result, and nobody is to blame (`out_of_launches`).
     """
-    starts = isinstance(step, Launch) or (isinstance(step, Measure) and step.on is None)
-    if not starts or launches_left(data, policy, baseline=trial.kind == "baseline") > 0:
+    if not _starts(step) or launches_left(data, policy, baseline=trial.kind == "baseline") > 0:
         return step
     if trial.kind != "baseline":
         return Tell(trial.number)

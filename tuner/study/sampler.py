@@ -137,7 +137,8 @@ class Proposer:
         study = optuna.create_study(direction="maximize", sampler=sampler)
         # The baseline, schedules and plain decoding have no parameters: with one of those among them, samplers that go
         # by what all trials have in common would draw at random.
-        study.add_trials([one for one in history() if one.params])
+        before = [one for one in history() if one.params]
+        study.add_trials(_alike(before) if self.space.sampler == "gp" else before)
         trial = study.ask()
         made = self.space.asked(trial)
         attrs = study.get_trials(deepcopy=False)[-1].system_attrs
@@ -188,6 +189,32 @@ class Proposer:
                 return optuna.samplers.TPESampler(
                     n_startup_trials=STARTUP_TRIALS, multivariate=True, group=True, seed=seed
                 )
+
+
+def _alike(trials: Sequence[optuna.trial.FrozenTrial]) -> list[optuna.trial.FrozenTrial]:
+    """The same trials, each with all constraints that any of them has, in one order: Optuna's GP takes no others.
+
+    What a trial says nothing of it meets where it meets all that it has, and breaks where it breaks any.
+    """
+    names = sorted({name for one in trials for name in one.constraints})
+    found = []
+    for one in trials:
+        if not one.state.is_finished():
+            found.append(one)
+            continue
+        otherwise = 1.0 if any(value > 0 for value in one.constraints.values()) else -1.0
+        made = optuna.trial.create_trial(
+            state=one.state,
+            values=one.values,
+            params=one.params,
+            distributions=one.distributions,
+            user_attrs=one.user_attrs,
+            system_attrs={key: value for key, value in one.system_attrs.items() if not key.startswith("constraints")},
+            constraints={name: one.constraints.get(name, otherwise) for name in names},
+        )
+        made.number = one.number
+        found.append(made)
+    return found
 
 
 def draw_untried(

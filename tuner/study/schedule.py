@@ -160,6 +160,7 @@ def planned(data: StudyData, legal: Callable[[Candidate], bool]) -> Planned | No
     best = max((one.value for one in scores if all(v <= 0 for v in one.constraints.values())), default=0.0)
     tried: dict[Family, set[tuple[int, ...]]] = defaultdict(set)
     again = due_again(data)
+    known = {trial.candidate_id for trial in data.trials} - again
     for trial in data.trials:
         if trial.candidate_id in again:
             continue
@@ -183,7 +184,9 @@ def planned(data: StudyData, legal: Callable[[Candidate], bool]) -> Planned | No
             continue
         if tuple(chosen[level] for level in data.levels) in tried[family]:
             continue  # what noise moves a change by between two levels is no other schedule
-        made = [one for one in _candidates(dict(family), text, data.space.args) if legal(one)][:1]
+        made = [one for one in _candidates(dict(family), text, data.space.args) if legal(one) and one.id not in known][
+            :1
+        ]
         promised += [(value, Planned(one, family, changes(curves, data.levels), curves)) for one in made]
     return max(promised, key=lambda one: (one[0], one[1].candidate.id), default=(0.0, None))[1]
 
@@ -215,6 +218,8 @@ def part_of(space: Space, legal: Callable[[Candidate], bool]) -> Callable[[Candi
 
 def _candidates(settings: dict[str, Setting], text: str, fixed: Mapping[str, Any]) -> list[Candidate]:
     """The schedule as a threshold where it is no more, and as a setting of its own; without what is `fixed` for all."""
+    if "steps_by_batch" in fixed:
+        return []  # it has the say, whatever else is set
     steps = max(depth for _, depth in parse_schedule(text))
     forms: list[dict[str, Setting]] = [{"steps_by_batch": text}]
     if (threshold := as_threshold(text)) is not None and fixed.get("num_steps", steps) == steps:
