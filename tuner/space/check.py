@@ -33,6 +33,9 @@ STUDY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MOST_SPEEDUP = 20.0
 """A guard beyond this is a percentage, or a slip."""
 
+OF_SCHEDULES = ("disable_batch_threshold", "steps_by_batch")
+"""Settings that a study tries by itself, whether they are parameters or not: rules may name them."""
+
 EXHAUSTIVE = 50_000
 MOST_RULES = 3
 SAMPLES = 2_000
@@ -373,6 +376,7 @@ class Checker:
 
     def _rules(self, file: SpaceFile, parameters: Sequence[Parameter]) -> None:
         known = [*file.parameters, *self.dropped, *visible(file.engine.args)]
+        known += [name for name in OF_SCHEDULES if name not in known]
         for i, rule in enumerate(file.rules):
             path: Path = ("rules", i, "forbid")
             expression = self._expression(path, rule.forbid, known)

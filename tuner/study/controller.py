@@ -80,7 +80,7 @@ from tuner.study.progress import Event, Observer, Silent
 from tuner.study.quality import ANSWERS, COMPARED, JUDGED, VETO, wanted
 from tuner.study.quality import verdicts as quality_verdicts
 from tuner.study.sampler import PATIENCE, Proposal, Proposer, draw_untried, proposal_of
-from tuner.study.schedule import Planned, part_of, planned
+from tuner.study.schedule import Planned, part_of, plain_beside, planned
 from tuner.study.score import FAILED, ILLEGAL, Score, score
 from tuner.study.store import AlreadyMeasured, StudyStore
 from tuner.study.words import change, described
@@ -178,6 +178,7 @@ class Controller:
         self._reader = Reader()
         self._known: tuple[StudyData | None, Proofs] = (None, NOTHING)
         self._asked_for: tuple[StudyData | None, Planned | None] = (None, None)
+        self._shown_beside: tuple[StudyData | None, Candidate | None] = (None, None)
 
     @cached_property
     def journal(self) -> Journal:
@@ -546,6 +547,8 @@ class Controller:
         space, fixed = data.space, None
         if (plain := self._within_reach(data, step, self._plain(data))) is not None:
             return in_space(space, plain)[0] or Proposal(plain, {}, {}), True
+        if (beside := self._beside(data)) is not None:
+            return in_space(space, beside)[0] or Proposal(beside, {}, {}), True
         by_batch = self._schedule(data, step)
         # What the server that is up can become comes before what takes it down.
         stays = by_batch is not None and self._serves_now(data, by_batch.candidate)
@@ -605,6 +608,18 @@ class Controller:
             return True  # the server that is up, and another one: who leaves this one does not come back to it
         return search_over(data, self.policy, exhausted=False, needs=0, candidates=KEPT + 1) is not None
 
+    def _beside(self, data: StudyData) -> Candidate | None:
+        """Plain decoding beside the best, late in the search, where the launch that it is at can show it; found out once
+        for each state of the study."""
+        if self._shown_beside[0] is not data:
+            found = None
+            if not data.confirmations and data.state != "done" and hot_in(data, self._hot) and self._late(data):
+                found = plain_beside(data, lambda one: illegal(data.space, self.engine, one) is None)
+            if found is not None and (self._bad(data, found) or not self._serves_now(data, found)):
+                found = None
+            self._shown_beside = (data, found)
+        return self._shown_beside[1]
+
     def _serves_now(self, data: StudyData, candidate: Candidate) -> bool:
         """Whether the launch that the search is at can serve a candidate."""
         launch = group(data, self.place) if hot_in(data, self._hot) else None
@@ -620,7 +635,7 @@ class Controller:
         return found if few or seen.region(found.settings) is None else None
 
     def _unlisted(self, data: StudyData) -> list[Candidate]:
-        """What a search that has nothing else left still tries: a schedule, plain decoding.
+        """What a search that has nothing else left still tries: a schedule, plain decoding, the same beside the best.
 
         Behind its confirmation only those that had no launch left before a larger budget was given.
         """
@@ -629,7 +644,7 @@ class Controller:
             return []
         asked = self._planned(data)
         schedule = asked.candidate if asked is not None else None
-        found = [one for one in (self._plain(data), schedule) if one is not None]
+        found = [one for one in (self._plain(data), schedule, self._beside(data)) if one is not None]
         return [one for one in found if again is None or one.id in again]
 
     def _unlisted_here(self, data: StudyData) -> bool:

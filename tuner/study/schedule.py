@@ -191,6 +191,32 @@ def planned(data: StudyData, legal: Callable[[Candidate], bool]) -> Planned | No
     return max(promised, key=lambda one: (one[0], one[1].candidate.id), default=(0.0, None))[1]
 
 
+def plain_beside(data: StudyData, legal: Callable[[Candidate], bool]) -> Candidate | None:
+    """Plain decoding beside the best candidate, or the best at a level, where nothing tells how that is.
+
+    A schedule of its family may ask for it, and what the two have in common may make it faster than the baseline. None
+    where all is known, or no schedule may be launched.
+    """
+    works = {t.candidate_id: score(data, t.candidate_id) for t in data.scored if not t.running}
+    works = {one: found for one, found in works.items() if found.ratios}
+    if not works or len(data.levels) < 2:
+        return None
+    best = [max(works, key=lambda one: works[one].value)]
+    best += [max(works, key=lambda one: works[one].ratios[level]) for level in data.levels]
+    _, plain = _measured(data)
+    tried, part = {trial.candidate_id for trial in data.trials}, part_of(data.space, legal)
+    for one in dict.fromkeys(best):
+        candidate = data.candidates[one]
+        mine = part(candidate)
+        if mine is None or mine.family == mine.plain or mine.plain in plain:
+            continue
+        settings = {name: value for name, value in candidate.settings.items() if name not in SPECULATIVE}
+        made = Candidate(dict(sorted({**settings, "speculation": "none"}.items())))
+        if made.id not in tried and legal(made):
+            return made
+    return None
+
+
 def part_of(space: Space, legal: Callable[[Candidate], bool]) -> Callable[[Candidate], Scheduled | None]:
     """Of which schedule a candidate can be part, for the search (see `planned`); None where none of it is legal."""
     legal_of: dict[Family, bool] = {}

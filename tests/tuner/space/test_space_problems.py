@@ -393,3 +393,10 @@ def test_a_simulated_machine_takes_only_what_its_physics_can_count(args, says):
     text = ARGS.format(kind="simulated", model="any", args=args, plain="none", parameters=OF_SPECULATION)
     with pytest.raises(SpaceProblems, match=says):
         parse_space(text, source="fixed.yaml", outside=Outside(engine_for=get_engine))
+
+
+def test_a_rule_may_name_what_a_study_tries_by_itself():
+    rule = "rules: [{forbid: \"steps_by_batch != ''\", because: one depth for all}]"
+    space = parse_space(GOOD, source="toy.yaml", overrides=[rule.replace("rules: ", "rules=")], outside=OUTSIDE)
+    assert space.forbidden(Candidate({"speculation": "ngram", "num_steps": 2, "steps_by_batch": "1:2,4:0"}))
+    assert not space.forbidden(Candidate({"speculation": "ngram", "num_steps": 2}))

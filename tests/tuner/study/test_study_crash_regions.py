@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 from dataclasses import replace
@@ -126,7 +127,7 @@ def test_what_worked_elsewhere_is_not_to_blame_for_what_crashed_there(tmp_path):
     made = type(first.baseline)
     memory.works(first, made({"steps": 4, "topk": 2, "backend": "a"}))
     assert not memory.path.exists(), "while nothing crashed there is nothing to keep"
-    for steps in (4, 5):
+    for steps in (4, 5, 6):
         crash = Failure("startup_crash", "start", "it ended")
         memory.remember(first, made({"steps": steps, "topk": 2, "backend": "c"}), crash)
     folder = tmp_path / "second"
@@ -145,6 +146,58 @@ def test_what_worked_elsewhere_is_not_to_blame_for_what_crashed_there(tmp_path):
     after = replace(crashes_seen(second, memory.elsewhere(second)), worked=worked_here)
     assert after.region(like) is None
     assert "backend = c" in str(after.region(unlike))
+
+
+def test_crashes_of_other_studies_alone_ask_for_one_more(tmp_path):
+    """Two that crashed there have much in common that is not to blame, and what would tell was never tried."""
+    memory = CrashMemory(tmp_path / "crashes.jsonl")
+    first = study(tmp_path, space(SPACE, "budget.launches=4"), "first").data()
+    folder = tmp_path / "second"
+    folder.mkdir()
+    second = study(folder, space(SPACE, "budget.launches=9"), "second").data()
+    worked, like = ({"topk": 1, "backend": "a"},), {"steps": 9, "topk": 4, "backend": "a"}
+
+    def region(*here: Crash) -> object:
+        seen = crashes_seen(second, memory.elsewhere(second))
+        return replace(seen, crashed=here, worked=(*seen.worked, *worked)).region(like)
+
+    for steps, ruled_out in ((2, False), (3, False), (5, True)):
+        crashed = type(first.baseline)({"steps": steps, "topk": 4, "backend": "b"})
+        memory.remember(first, crashed, Failure("startup_crash", "start", "it ended"))
+        assert (region() is not None) == ruled_out
+    memory.forget(first.uid)
+    memory.remember(first, crashed, Failure("startup_crash", "start", "it ended"))
+    assert region() is None
+    assert region(Crash({"steps": 1, "topk": 4, "backend": "a"}, "trial 3")), "with one of its own two are enough"
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"uid": ["x"]},
+        {"context": ["q"]},
+        {"settings": {"num_steps": [1]}},
+        {"settings": [1]},
+        {"settings": None},
+        {"key": {}},
+        {"study": 3},
+    ],
+)
+@pytest.mark.parametrize("kind", ["crash", "worked"])
+def test_entries_that_are_none_are_passed_over(tmp_path, kind, strange):
+    memory = CrashMemory(tmp_path / "crashes.jsonl")
+    first = study(tmp_path, space(SPACE, "budget.launches=4"), "first").data()
+    candidate = type(first.baseline)({"steps": 4, "topk": 2, "backend": "c"})
+    memory.remember(first, candidate, Failure("startup_crash", "start", "it ended"))
+    rows = [json.loads(row) for row in memory.path.read_text().splitlines()]
+    of_kind = next(row for row in rows if ("worked" in row) == (kind == "worked"))
+    memory.path.write_text("".join(json.dumps(row) + "\n" for row in (*rows, {**of_kind, **strange})))
+    folder = tmp_path / "second"
+    folder.mkdir()
+    second = study(folder, space(SPACE, "budget.launches=9"), "second").data()
+    assert memory.known(second, candidate)
+    assert len(memory.elsewhere(second).crashed) == 1
+    assert crashes_seen(second, memory.elsewhere(second)).region({"steps": 1, "topk": 1, "backend": "a"}) is None
 
 
 def test_from_crashes_beside_which_nothing_is_known_to_have_worked_no_region_is_learned(tmp_path):

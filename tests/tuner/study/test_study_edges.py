@@ -230,7 +230,7 @@ def test_a_schedule_has_to_promise_more_than_the_best_that_was_imported(tmp_path
     data = controller(store, HotMachine(speed=speed), HotEngine(), policy=POLICY).run()
 
     told = [(trial, data.settings_of(trial.candidate_id)) for trial in data.measured]
-    constant = [(trial, s["threads"], s["num_steps"]) for trial, s in told if not by_batch(s)]
+    constant = [(trial, s["threads"], s.get("num_steps")) for trial, s in told if not by_batch(s)]
     known = [data.trials[0], *(trial for trial, threads, _ in constant if threads == 1)]
     fast = [replace(t, kind="imported") for t, threads, steps in constant if (threads, steps) == (2, 3)]
     assert len(known) == 4
@@ -259,6 +259,34 @@ def test_a_schedule_is_found_where_no_candidate_decodes_plainly_beside_its_famil
     assert best.winner.settings["disable_batch_threshold"] in (6, 7, 8)
     # Not again and again for the slow one: what its blocks say of plain decoding takes the place of the guess.
     assert len([s for s in told if by_batch(s)]) <= 3
+
+
+@pytest.mark.parametrize("launches", [10, 11, 12])
+def test_with_few_launches_the_schedule_is_tried_before_the_last_server_is_left(tmp_path, launches):
+    """Its baseline's turn would take a launch that is not there; the server that is up can become the schedule."""
+
+    def speed(settings: Mapping[str, Any], level: int) -> float:
+        return speed_of(7.4)(settings, level) * (1.3 if settings.get("threads") == 2 else 1.0)
+
+    the_space = space(SPACE, "parameters.threads.choices=[2, 3]", f"budget.launches={launches}")
+    policy = Policy(pairs=4, fewest=8)
+    data = controller(study(tmp_path, the_space), HotMachine(speed=speed), HotEngine(), policy=policy).run()
+    assert launches_used(data) <= launches
+    best = recommendation(data).overall.winner
+    assert best is not None
+    assert (shape_at(best.settings, 1).depth, shape_at(best.settings, 32).depth) == (3, 0)
+    if launches == 12:  # with fewer one of the two servers is never launched
+        assert best.settings["threads"] == 2
+        plain = [data.settings_of(trial.candidate_id) for trial in data.measured if trial.kind == "measured"]
+        assert any(s["speculation"] == "none" and s["threads"] == 2 for s in plain), "faster than the baseline"
+
+
+def test_beside_a_table_that_is_fixed_no_schedule_is_made_up(tmp_path):
+    parameters = "parameters={speculation: {choices: [ngram]}, num_steps: {low: 1, high: 3}, threads: {choices: [1]}}"
+    data, _ = run(tmp_path, 7.4, 1.0, "engine.args={steps_by_batch: '1:3,16:0'}", parameters)
+    assert not any(by_batch(candidate.settings) for candidate in data.candidates.values())
+    assert not [trial for trial in data.trials if trial.kind == "duplicate"]
+    assert not edges(data)
 
 
 def by_batch(settings: Mapping[str, Any]) -> bool:

@@ -27,7 +27,7 @@ from tuner.study.model_sampler import ModelSampler, evidence_of_trials
 from tuner.study.planner import may_be_fruitless, search_over
 from tuner.study.policy import Policy
 from tuner.study.progress import Silent
-from tuner.study.sampler import Proposer
+from tuner.study.sampler import Proposer, _alike, proposal_of
 from tuner.study.session import Limits, current_fingerprint, open_or_create, read_space, run_study
 
 TEXT = """
@@ -405,3 +405,36 @@ def proposed(sampler: str, count: int) -> list[dict[str, object]]:
 def test_samplers_of_optuna_learn_although_the_baseline_has_no_parameters(sampler: str) -> None:
     """It is in every study's history, and samplers that go by what all trials have in common would draw at random."""
     assert proposed(sampler, 26) != proposed("random", 26)
+
+
+def test_gp_goes_on_behind_trials_that_have_other_constraints() -> None:
+    """A crash has no speed-up at any level, a copy of the baseline no guard, and what a rule forbids neither."""
+    space = parse_space(f"sampler: gp\n{TEXT}", source="sampled.yaml")
+    listed = list((space.listed() or {}).values())
+    told = [
+        {"launch": -1.0},
+        {"launch": -1.0, "min_speedup": -0.1},
+        {"launch": 1.0},
+        {"legal": 1.0, "launch": 1.0},
+        {"min_speedup": 0.02, "launch": -1.0},
+    ]
+    done = [optuna.trial.create_trial(value=0.0)]
+    for number in range(1, 13):
+        one = listed[number % len(listed)]
+        made = proposal_of(space, one)
+        done.append(
+            optuna.trial.create_trial(
+                value=speedup(one.candidate.settings),
+                params=dict(made.params),
+                distributions=dict(made.distributions),
+                constraints=told[number % len(told)],
+            )
+        )
+    proposal = Proposer(space, 3, None).propose([f"c{i}" for i in range(len(done))], done.copy)
+    assert proposal.candidate.settings
+    alike = _alike([one for one in done if one.params])
+    assert {tuple(one.constraints) for one in alike} == {("launch", "legal", "min_speedup")}
+    for before, after in zip(done[1:], alike, strict=True):
+        assert before.constraints.items() <= after.constraints.items()
+        feasible = all(value <= 0 for value in before.constraints.values())
+        assert feasible == all(value <= 0 for value in after.constraints.values())
