@@ -609,8 +609,7 @@ class Controller:
         return search_over(data, self.policy, exhausted=False, needs=0, candidates=KEPT + 1) is not None
 
     def _beside(self, data: StudyData) -> Candidate | None:
-        """Plain decoding beside the best, late in the search, where the launch that it is at can show it; found out once
-        for each state of the study."""
+        """Plain decoding beside the best, late in the search, where the launch that it is at can show it."""
         if self._shown_beside[0] is not data:
             found = None
             if not data.confirmations and data.state != "done" and hot_in(data, self._hot) and self._late(data):
