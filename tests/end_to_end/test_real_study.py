@@ -99,7 +99,7 @@ def test_a_killed_study_goes_on_and_its_decision_can_be_deployed(tmp_path: Path)
     assert 4 <= len(after) <= 6, text
     assert "keep the baseline" in text
     assert "interval)" not in text, "no interval from fewer than four pairs"
-    assert "not separated" in text
+    assert "not separated" in text or "none came near the baseline" in text
     assert not servers(f"STARTED_FROM={tmp_path}")
 
     again = finish(tuner(tmp_path, "run", "space.yaml"))

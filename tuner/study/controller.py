@@ -604,7 +604,7 @@ class Controller:
             return True
         if not hot_in(data, self._hot):
             return search_over(data, self.policy, exhausted=False, needs=KEPT + 1) is not None
-        if launches_left(data, self.policy) <= 1:
+        if launches_left(data, self.policy) <= 1 and len(data.measured) > KEPT:
             return True  # the server that is up, and another one: who leaves this one does not come back to it
         return search_over(data, self.policy, exhausted=False, needs=0, candidates=KEPT + 1) is not None
 
